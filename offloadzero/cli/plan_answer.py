@@ -91,9 +91,7 @@ class Answer:
     @property
     def waiting_bytes(self) -> int:
         """The most bytes on the drives where the model is built under zero.Init; 0 where none wait there."""
-        if not waits_on_nvme(self.planned.config):
-            return 0
-        return nvme_bytes_with_waiting(self.planned.records, self.planned.plan, self.planned.config)
+        return _waiting_bytes(self.planned)
 
     @property
     def whole_bytes(self) -> int:
@@ -164,7 +162,10 @@ class Planner:
         if in_memory:  # each directory has as much
             of_files = planned.plan.tier_bytes(TierName.NVME) + beside.nvme
             of_files = of_files * len(in_memory) // len(planned.config.nvme_paths)
-            beside = replace(beside, host=beside.host + of_files)
+            beside = replace(beside, files=of_files)
+        beside = replace(
+            beside, waiting=_waiting_to_be_built(planned, beside, memory, self.question.process_bytes)
+        )
         verdict = judge(planned.plan, beside, memory)
         return Answer(
             planned,
@@ -245,6 +246,19 @@ class Planner:
             except TraceError as error:
                 self._traces[key] = str(error)
         return self._traces[key]
+
+
+def _waiting_bytes(planned: PlannedModel) -> int:
+    if not waits_on_nvme(planned.config):
+        return 0
+    return nvme_bytes_with_waiting(planned.records, planned.plan, planned.config)
+
+
+def _waiting_to_be_built(planned: PlannedModel, beside: Beside, memory: Memory, process_bytes: int) -> int:
+    """Return the bytes of nvme that building takes beyond training, where the host cannot hold the whole model."""
+    if planned.built_bytes + process_bytes <= memory.host:
+        return 0
+    return max(0, _waiting_bytes(planned) - planned.plan.tier_bytes(TierName.NVME) - beside.nvme)
 
 
 def in_memory(paths: Sequence[Path]) -> list[str]:

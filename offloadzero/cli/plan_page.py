@@ -104,9 +104,13 @@ def tier_rows(answer: Answer, process_bytes: int) -> list[dict[str, Any]]:
         TierName.HOST: {
             "inputs of checkpointed units": beside.host - process_bytes,
             "holes in the heap": beside.holes,
+            "files in memory": beside.files,
             "Python and torch": process_bytes,
         },
-        TierName.NVME: {"inputs of checkpointed units": beside.nvme},
+        TierName.NVME: {
+            "inputs of checkpointed units": beside.nvme,
+            "building under zero.Init": beside.waiting,
+        },
     }
     has = {TierName.DEVICE: memory.device, TierName.HOST: memory.host, TierName.NVME: memory.nvme}
     allowed = {TierName.DEVICE: budgets.device, TierName.HOST: budgets.host, TierName.NVME: budgets.nvme}

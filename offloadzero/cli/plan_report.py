@@ -140,6 +140,10 @@ class Report:
         yield f"    activations                 {self._activations_text():>12}"
         if beside.holes:
             yield f"    holes in the heap           {format_bytes(beside.holes):>12}"
+        if beside.files:
+            yield f"    files in memory             {format_bytes(beside.files):>12}"
+        if beside.waiting:
+            yield f"    building under zero.Init    {format_bytes(beside.waiting):>12}"
         if planned.buffer_bytes:
             yield f"    buffers of the model        {format_bytes(planned.buffer_bytes):>12}"
         yield f"    Python and torch            {format_bytes(self.hardware.process_bytes):>12}"

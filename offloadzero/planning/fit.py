@@ -65,13 +65,16 @@ class Beside:
     """Bytes that a run takes beside the plan, by tier.
 
     On the device they are activations and the model's buffers; elsewhere inputs that leave it and whose size the
-    configuration does not give; on the host Python and torch themselves, and holes in the C library's heap.
+    configuration does not give; on the host Python and torch themselves, holes in the C library's heap, and files of
+    directories in its memory. What waits on the drives while the model is built counts where nothing else is possible.
     """
 
     device: int = 0
     host: int = 0
     nvme: int = 0
     holes: int = 0  # on the host, where activations are in its memory
+    files: int = 0  # on the host, of directories that are no drive's
+    waiting: int = 0  # on nvme, beyond what training takes of it
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class Change:
 def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, int]:
     """Return the bytes of the run by the machine's tiers: those of a CPU as the device are the host's."""
     device = plan.tier_bytes(TierName.DEVICE) + beside.device
-    host = plan.tier_bytes(TierName.HOST) + beside.host + beside.holes
-    nvme = plan.tier_bytes(TierName.NVME) + beside.nvme
+    host = plan.tier_bytes(TierName.HOST) + beside.host + beside.holes + beside.files
+    nvme = plan.tier_bytes(TierName.NVME) + beside.nvme + beside.waiting
     if memory.device is None:
         return {TierName.HOST: host + device, TierName.NVME: nvme}
     return {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}

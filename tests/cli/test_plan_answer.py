@@ -339,6 +339,27 @@ def test_a_whole_model_that_takes_more_than_training_is_said(
     assert said == [f"Built without zero.Init the whole model is in host memory {text}{too_few}."]
 
 
+def test_what_can_be_built_in_no_way_does_not_fit(tmp_path: Path) -> None:
+    """The largest model was one of which both ways were said to be impossible."""
+    model = "llama:256/24/4/1000"
+    source = settings(tmp_path, placement="nvme", gradient_clipping=0.0, update={"chunk_elements": 4096})
+    found = planner(PLENTY, model=model).answer(source)
+    takes, waiting, whole = (
+        needed(found.planned.plan, found.beside, PLENTY),
+        found.waiting_bytes,
+        found.whole_bytes,
+    )
+    assert takes[TierName.NVME] < waiting
+    assert takes[TierName.HOST] < whole
+    for host, nvme, short in (
+        (whole, takes[TierName.NVME], {}),
+        (takes[TierName.HOST], waiting, {}),
+        (whole - 1, waiting - 1, {TierName.NVME: 1}),
+    ):
+        memory = replace(PLENTY, host=host, nvme=nvme)
+        assert planner(memory, model=model).answer(source).verdict.short == short
+
+
 def test_auto_leaves_room_for_python_on_a_small_machine(tmp_path: Path) -> None:
     """It takes nine tenths of the host: where Python takes more than the last one, both together did not fit."""
     question = Question(
