@@ -63,18 +63,8 @@ def active_isa() -> Isa:
     return next(isa for isa in (Isa.AVX512, Isa.AVX2, Isa.SCALAR) if isa_supported(isa))
 
 
-_default_num_threads = min(len(os.sched_getaffinity(0)), MAX_UPDATE_THREADS)
-
-
-def get_default_num_threads() -> int:
-    """Return the number of threads for calls that name none: at first that of the CPUs this process may run on."""
-    return _default_num_threads
-
-
-def set_default_num_threads(num_threads: int) -> None:
-    """Set the threads of calls that name no number (1 to MAX_UPDATE_THREADS); the calling thread is one of them."""
-    global _default_num_threads
-    _default_num_threads = check_num_threads(num_threads)
+# The threads of calls that name no number, the calling one among them: one for each CPU this process may run on.
+DEFAULT_NUM_THREADS = min(len(os.sched_getaffinity(0)), MAX_UPDATE_THREADS)
 
 
 def set_cores(cores: Collection[int]) -> None:
@@ -96,7 +86,7 @@ def set_cores(cores: Collection[int]) -> None:
 def check_num_threads(num_threads: int | None) -> int:
     """Return the number, or the default for None; raises ConfigError for one that is not allowed."""
     if num_threads is None:
-        return _default_num_threads
+        return DEFAULT_NUM_THREADS
     if not 1 <= num_threads <= MAX_UPDATE_THREADS:
         raise ConfigError("num_threads", num_threads, f"allowed 1 to {MAX_UPDATE_THREADS}")
     return num_threads

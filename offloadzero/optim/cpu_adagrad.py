@@ -30,7 +30,7 @@ class CPUAdagrad(CPUOptimizer):
         weight_decay: added to the gradient (L2).
         initial_accumulator_value: `sum` before the first step.
         eps: added to the square root of `sum`.
-        num_threads: threads of one update; None is `native.kernels.get_default_num_threads()`.
+        num_threads: threads of one update; None is `native.kernels.DEFAULT_NUM_THREADS`.
 
     Raises ConfigError for a parameter or an option it cannot train with.
     """

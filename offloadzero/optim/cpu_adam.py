@@ -53,7 +53,7 @@ class CPUAdam(CPUOptimizer):
         state_layout: "fp32", or "compact": contiguous bf16 parameters take 5.06 bytes with all of their state
             instead of 12, and are updated nearly as exactly (docs/compact.md); others keep the fp32 layout. Their
             state has the tensors of `optim.compact_tensors` in the place of exp_avg and exp_avg_sq.
-        num_threads: threads of one update; None is `native.kernels.get_default_num_threads()`.
+        num_threads: threads of one update; None is `native.kernels.DEFAULT_NUM_THREADS`.
 
     The state_dict is torch.optim.AdamW's: [Note: CPU optimizer state_dict]; a group with amsgrad is refused. That of
     a compact state has tensors of its own. Either layout loads the other's, and AdamW's.

@@ -24,7 +24,7 @@ class CPULion(CPUOptimizer):
         betas: weight of the moment in the update, decay rate of the moment; each in [0, 1).
         weight_decay: decoupled.
         maximize: ascend instead of descend.
-        num_threads: threads of one update; None is `native.kernels.get_default_num_threads()`.
+        num_threads: threads of one update; None is `native.kernels.DEFAULT_NUM_THREADS`.
 
     Raises ConfigError for a parameter or an option it cannot train with.
     """

@@ -256,7 +256,7 @@ def test_split_and_join_against_numpy(isa: Isa) -> None:
 def test_split_and_join_exhaustively() -> None:
     """All 2^32 patterns on the widest instruction set; the tails and the others are covered above."""
     code = kernels._ISA_CODE[ISAS[-1]]
-    assert _kernels.split_join_exhaustive(code, kernels.get_default_num_threads()) == 0
+    assert _kernels.split_join_exhaustive(code, kernels.DEFAULT_NUM_THREADS) == 0
 
 
 # --- conversions and accumulation ---
@@ -441,16 +441,11 @@ def test_other_mistakes_are_named() -> None:
         kernels.accumulate(torch.zeros(8, dtype=torch.int32), grad)
 
 
-def test_default_num_threads() -> None:
-    before = kernels.get_default_num_threads()
-    assert before == len(os.sched_getaffinity(0))
-    try:
-        kernels.set_default_num_threads(3)
-        assert kernels.get_default_num_threads() == 3
-        with pytest.raises(ConfigError):
-            kernels.set_default_num_threads(0)
-    finally:
-        kernels.set_default_num_threads(before)
+def test_num_threads() -> None:
+    assert kernels.check_num_threads(None) == len(os.sched_getaffinity(0))
+    assert kernels.check_num_threads(3) == 3
+    with pytest.raises(ConfigError):
+        kernels.check_num_threads(0)
 
 
 # --- processes and threads ---
