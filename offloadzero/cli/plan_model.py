@@ -126,7 +126,7 @@ def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Modul
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # the module's own code runs here
+    except (Exception, SystemExit) as error:  # the module's own code runs here
         reason = error if isinstance(error, ImportError) else _reason(error)
         raise ConfigError(KEY, text, f"{module} cannot be imported from {Path.cwd()}: {reason}") from error
     if not callable(found):
@@ -135,7 +135,7 @@ def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Modul
     def build() -> nn.Module:
         try:
             model = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             allowed = f"a function without arguments that returns the model; it raised {_reason(error)}"
             raise ConfigError(KEY, text, allowed) from error
         if not isinstance(model, nn.Module):

@@ -141,6 +141,7 @@ def test_a_function_is_called_where_the_command_runs(tmp_path: Path, monkeypatch
     (tmp_path / "a_model_of_mine.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(3, 5)\ndef other():\n    return 7\nvalue = 1\n"
         "def asks(size):\n    return None\ndef fails():\n    raise RuntimeError('no weights here')\n"
+        "def ends():\n    raise SystemExit(3)\n"
     )
     model = read_model("a_model_of_mine:make").on_meta()
     assert [tuple(param.shape) for param in model.parameters()] == [(5, 3), (5,)]
@@ -156,6 +157,13 @@ def test_a_function_is_called_where_the_command_runs(tmp_path: Path, monkeypatch
         read_model("a_model_of_mine:asks").on_meta()
     with pytest.raises(ConfigError, match="it raised RuntimeError: no weights here"):
         read_model("a_model_of_mine:fails").on_meta()
+    with pytest.raises(ConfigError, match="it raised SystemExit: 3"):
+        read_model("a_model_of_mine:ends").on_meta()
+    (tmp_path / "a_script_of_mine.py").write_text("import sys\nsys.exit('usage: script')\n")
+    with pytest.raises(
+        ConfigError, match=r"a_script_of_mine cannot be imported from .*: SystemExit: usage: script"
+    ):
+        read_model("a_script_of_mine:make")
     (tmp_path / "a_broken_one.py").write_text("def make(:\n")
     with pytest.raises(ConfigError, match=r"a_broken_one cannot be imported from .*: SyntaxError: "):
         read_model("a_broken_one:make")
