@@ -106,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     config = load(source)
     question, hardware = ask(args, config, cluster)
     if args.largest:
-        question = replace(question, model=plan_report.largest(question, source))
+        from offloadzero.cli.plan_largest import largest_model
+
+        question = replace(question, model=largest_model(question, source))
     if args.hardware == THIS_MACHINE and args.ranks == 1 and not args.no_time:
         hardware = with_own_rates(hardware, question, config, fresh=args.fresh)
         question = replace(question, hardware=hardware)

@@ -8,7 +8,6 @@ from typing import Any
 
 from offloadzero.cli.output import text_table
 from offloadzero.cli.plan_answer import Answer, Planner, Question, building_notes
-from offloadzero.cli.plan_model import ModelSource
 from offloadzero.cli.units import size_text, years_text
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
@@ -22,7 +21,6 @@ from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.other_settings import other_settings
 from offloadzero.planning.remedies import faster
-from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.time_model import (
     Forecast,
     Run,
@@ -112,9 +110,10 @@ class Report:
         if self.answer is None:
             return self.model
         planned = self.answer.planned
+        units = "1 unit" if len(planned.records) == 1 else f"{len(planned.records)} units"
         return (
             f"{self.model} ({planned.class_name}): {count_text(planned.num_parameters)} parameters in "
-            f"{len(planned.records)} units, {planned.spec.name}, {planned.config.state_layout} layout of the states"
+            f"{units}, {planned.spec.name}, {planned.config.state_layout} layout of the states"
         )
 
     def rank_line(self) -> str:
@@ -562,38 +561,3 @@ def step_of(answer: Answer, *, num_local_ranks: int | None = None) -> Step:
         trace=answer.trace,
         num_local_ranks=num_local_ranks,
     )
-
-
-# --- the largest ---
-
-
-def largest(question: Question, source: Source) -> ModelSource:
-    """Find the model of the question's shape with the most blocks that fit. Raises ConfigError if one does not."""
-    shape = question.model.shape
-    if shape is None:
-        raise ConfigError(
-            "--largest", question.model.text, "a shape (llama:13b, hidden/layers/heads/vocabulary)"
-        )
-    if not _fits(question, source, shape, 1):
-        raise ConfigError("--largest", str(shape), "not even one block of this width fits: a smaller width")
-    low, high = 1, 2
-    while high < MAX_LAYERS and _fits(question, source, shape, high):
-        low, high = high, 2 * high
-    high = min(high, MAX_LAYERS + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(question, source, shape, middle):
-            low = middle
-        else:
-            high = middle
-    return of_shape(replace(shape, num_layers=low))
-
-
-def of_shape(shape: ModelShape) -> ModelSource:
-    """Return the source of a shape."""
-    return ModelSource(str(shape), shape.build, shape)
-
-
-def _fits(question: Question, source: Source, shape: ModelShape, num_layers: int) -> bool:
-    model = of_shape(replace(shape, num_layers=num_layers))
-    return Planner(replace(question, model=model)).verdict(source).fits
