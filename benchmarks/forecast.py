@@ -129,9 +129,10 @@ def compare(case: str, directory: str) -> tuple[list[str], bool]:
     """Return a row of the table, and whether all of it is within its limits."""
     plan = forecast(case, directory)
     seconds, host = plan["forecast"]["seconds"], plan["needed"]["host"]
-    say = f"{case}: {host / 2**20:,.0f} MiB of host memory, "
+    if seconds is None:
+        sys.exit(f"{case}: no forecast of time, {plan['forecast']['unknown']} not known")
     print(
-        say + ("no forecast of time" if seconds is None else f"{seconds:.2f} s per step"),
+        f"{case}: {host / 2**20:,.0f} MiB of host memory, {seconds:.2f} s per step",
         file=sys.stderr,
         flush=True,
     )

@@ -122,6 +122,8 @@ def train(engine: Any, text: Text, args: argparse.Namespace, report: Report, pro
     """Train up to `args.steps` steps in all; True after Ctrl-C, which ends it when the running step has ended."""
     batch_size = engine.train_micro_batch_size_per_gpu() or 1
     num_micro_batches = engine.gradient_accumulation_steps()
+    if engine.global_steps >= args.steps:
+        print(f"nothing left to do: {engine.global_steps} of {args.steps} steps are done", flush=True)
     with stopping_after_step() as is_stopped:
         for step in range(engine.global_steps + 1, args.steps + 1):
             # A generator per step: a resumed run sees the batches that it would have seen.

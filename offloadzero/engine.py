@@ -103,6 +103,10 @@ class Engine:
         """At an accumulation boundary: update the weights and advance the learning-rate schedule.
 
         `lr_kwargs` go to the schedule's `step()`.
+
+        Raises:
+            StateError: the engine has no optimizer, is closed, or has failed.
+            ConfigError: `lr_kwargs` lacks what the schedule's `step()` takes.
         """
         optimizer = self._expect_optimizer("step")
         for name in self._schedule_needs:
@@ -201,7 +205,7 @@ class Engine:
         compile_kwargs: Mapping[str, Any] | None = None,
         schedule: Any = None,
     ) -> None:
-        """Compile the module as `module.compile(backend=..., **compile_kwargs)` does."""
+        """Compile the module as `module.compile(backend=..., **compile_kwargs)` does, and no schedule: ConfigError."""
         if schedule is not None:
             raise ConfigError("schedule", schedule, "None: DeepSpeed's compile passes are not built")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
@@ -277,7 +281,10 @@ class Engine:
         return self._accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether this is a boundary, in the place of the counting, until set again."""
+        """Say whether this is a boundary, in the place of the counting, until set again.
+
+        Raises StateError where each `step()` is a boundary ("managed_gradient_accumulation": false).
+        """
         if not self._runtime.config.batch.managed:
             raise StateError(
                 "managed_gradient_accumulation is false: each step() is a boundary, and nothing else is"

@@ -494,7 +494,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient; a parameter without one gets one."""
+    """Set the gradient; a parameter without one gets one. Raises ConfigError for another shape."""
     _, record, slot = _located(param)
     if value.shape != slot.shape:  # torch would broadcast
         raise ConfigError(f"{slot.name}.grad", tuple(value.shape), f"shape {tuple(slot.shape)}")
@@ -547,7 +547,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient."""
+    """Set the gradient. Raises ConfigError for another number of elements, StateError where a rank has a part of it."""
     _expect_all_is_local(param, "safe_set_local_grad")
     if value.numel() != param.numel():
         _, _, slot = _located(param)

@@ -130,7 +130,7 @@ def find_facts(
         file_engine_reason=reason,
         io_uring_disabled=number(root / "proc/sys/kernel/io_uring_disabled"),
         device=device.name(),
-        has_gpu_node=(root / "dev/nvidia0").exists(),
+        has_gpu_node=any((root / "dev").glob("nvidia[0-9]*")),
         link_width=link_width(pci_address(device.torch_device), root=root),
         is_virtual=machine["is_virtual_machine"],
         group_cores=cgroup_cores(root=root),

@@ -190,7 +190,7 @@ def check_directories(paths: Sequence[str]) -> None:
     for path in paths:
         if not Path(path).is_dir():
             what = "exists and is no directory" if os.path.lexists(path) else "does not exist"
-            raise ConfigError("PATH", path, f"{what}: name a directory of the drive to measure")
+            raise ConfigError("PATH", path, f"{what}: name a directory on a drive")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError("PATH", path, "the directory is not writable")
         identity = _identity(os.stat(path))

@@ -78,7 +78,7 @@ def test_files_of_another_machine(tmp_path: Path) -> None:
         "proc/sys/kernel/io_uring_disabled": "1\n",
         "proc/self/cgroup": "0::/job\n",
         "sys/fs/cgroup/job/cpu.max": "150000 100000\n",
-        "dev/nvidia0": "",
+        "dev/nvidia3": "",
         "sys/bus/pci/devices/0000:41:00.0/current_link_width": "4\n",
         "sys/bus/pci/devices/0000:41:00.0/max_link_width": "16\n",
     }.items():
