@@ -84,9 +84,8 @@ class Answer:
     trace: MicroBatchTrace | None
     untraced: str
     process_bytes: int  # of Python and torch
-    files_in_memory: tuple[
-        str, ...
-    ] = ()  # directories of this machine that are no drive's, and the filesystem
+    # Directories of this machine whose files are in the host's memory, with their filesystem.
+    files_in_memory: tuple[str, ...] = ()
 
     @property
     def waiting_bytes(self) -> int:
