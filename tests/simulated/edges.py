@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadzero.memory import arena, checksums, lanes, nvme, tickets
+from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, kernels, lion_adagrad, sgd
 from offloadzero.streaming import activation_homes, activations, executor
@@ -206,6 +206,7 @@ def _references(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(lanes.Lane, "submit", submitting)
     _cells(order, patch)
+    _stores(order, patch)
 
 
 def _cells(order: Order, patch: pytest.MonkeyPatch) -> None:
@@ -213,25 +214,38 @@ def _cells(order: Order, patch: pytest.MonkeyPatch) -> None:
     cell = activations._Cell
     give_up, delete = cell.give_up_source, cell.__del__
 
-    def let_go(*held: torch.Tensor | None) -> None:
-        holder = Holder()
-        holder.begin(order.here())
-        holder.end()
-        for tensor in held:
-            if tensor is not None:
-                order.hold(holder, tensor.untyped_storage().data_ptr())
-
     def giving_up(self: Any) -> None:
         source = self.source
         give_up(self)
-        let_go(source)
+        _let_go(order, source)
 
     def deleting(self: Any) -> None:
         delete(self)
-        let_go(getattr(self, "source", None), getattr(self, "target", None))
+        _let_go(order, getattr(self, "source", None), getattr(self, "target", None))
 
     patch.setattr(cell, "give_up_source", giving_up)
     patch.setattr(cell, "__del__", deleting)
+
+
+def _stores(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Who has closed a store is done with its arenas; the collector, on another thread, may let go of them later."""
+    close = store.TieredStore.close
+
+    def closing(self: store.TieredStore) -> None:
+        close(self)
+        _let_go(order, self.host.buffer, self.device.buffer)
+
+    patch.setattr(store.TieredStore, "close", closing)
+
+
+def _let_go(order: Order, *held: torch.Tensor | None) -> None:
+    """The calling thread needs this memory no more."""
+    holder = Holder()
+    holder.begin(order.here())
+    holder.end()
+    for tensor in held:
+        if tensor is not None:
+            order.hold(holder, tensor.untyped_storage().data_ptr())
 
 
 def _addresses(value: Any, depth: int = 4) -> Iterator[int]:
