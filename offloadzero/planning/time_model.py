@@ -60,7 +60,7 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.memory_plan import MemoryPlan
-from offloadzero.planning.simulated_step import SimulatedStep, simulate_step
+from offloadzero.planning.simulated_step import MAX_MICRO, SimulatedStep, simulate_step
 from offloadzero.planning.step_work import THROUGH_HOST_MEMORY, LaneRates, StepWork, work_of_step
 from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, Uses, step_traffic
 from offloadzero.update.records import Record
@@ -261,19 +261,11 @@ class Forecast:
 
 def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> Forecast:
     """Forecast a step, or give the reason why that is not possible."""
-    parts = {phase: _phase_seconds(step, phase, rates, device_is_cpu) for phase in (FORWARD, BACKWARD, AFTER)}
-    phases, shared = parts, {phase: dict[str, float]() for phase in parts}
-    if device_is_cpu:
-        shared = {phase: _share_of_cores(lanes, num_cores) for phase, lanes in parts.items()}
-        share = rates.core_shares.get(step.dtype)
-        phases = {phase: _on_the_cores(parts[phase], lanes, share) for phase, lanes in shared.items()}
+    phases, shared = _by_phase(step, rates, num_cores, device_is_cpu)
     unknown = tuple(
         sorted({lane for lanes in phases.values() for lane, seconds in lanes.items() if seconds is None})
     )
-    known = {
-        phase: {lane: seconds for lane, seconds in lanes.items() if seconds is not None}
-        for phase, lanes in phases.items()
-    }
+    known = _known(phases)
     total = _with_both_directions(_together(known.values()), rates, at_best=True)
     tokens = step.num_ranks * step.trace.num_tokens * step.num_micro if step.trace is not None else None
     found = Forecast(total, unknown, tokens=tokens)
@@ -313,6 +305,25 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
     )
 
 
+def _by_phase(
+    step: Step, rates: Rates, num_cores: int, device_is_cpu: bool
+) -> tuple[dict[str, dict[str, float | None]], dict[str, dict[str, float]]]:
+    """Return the lanes' seconds by phase, None where they are not known, and of the cores' lane its parts."""
+    parts = {phase: _phase_seconds(step, phase, rates, device_is_cpu) for phase in (FORWARD, BACKWARD, AFTER)}
+    if not device_is_cpu:
+        return parts, {phase: {} for phase in parts}
+    shared = {phase: _share_of_cores(lanes, num_cores) for phase, lanes in parts.items()}
+    share = rates.core_shares.get(step.dtype)
+    return {phase: _on_the_cores(parts[phase], lanes, share) for phase, lanes in shared.items()}, shared
+
+
+def _known(phases: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str, float]]:
+    return {
+        phase: {lane: seconds for lane, seconds in lanes.items() if seconds is not None}
+        for phase, lanes in phases.items()
+    }
+
+
 def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> SimulatedStep | None:
     """Simulate a step: [Note: the simulated step]. None: a rate, the operations or the work by unit are not known."""
     if step.work is None or not (step.work.forward and step.work.backward):
@@ -340,7 +351,14 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
         drive_hold_s=rates.holds.get(DRIVE, rates.nvme_cpu_s_per_byte or 0.0),
         drive_beside=1.0 if rates.nvme_beside is None else rates.nvme_beside,
     )
-    return simulate_step(step.work, lane_rates)
+    found = simulate_step(step.work, lane_rates)
+    if step.num_micro <= MAX_MICRO:
+        return found
+    # A lane that waits for others in the few micro batches of the simulation may be what more of them wait for. Of
+    # the drive's reads updates spare some.
+    lanes = _together(_known(_by_phase(step, rates, num_cores, device_is_cpu)[0]).values())
+    least_s = max((s for lane, s in lanes.items() if lane != NVME_READ), default=0.0)
+    return replace(found, seconds=max(found.seconds, least_s))
 
 
 def _beside_each_other(
