@@ -12,7 +12,7 @@ from offloadzero.cli.nvme_sweep import Point
 from offloadzero.cli.units import size_text
 from offloadzero.errors import AioError, ConfigError
 
-_TRAFFIC = (("read", "Sequential read"), ("write", "Sequential write"), ("mixed", "Optimizer step (10 : 12)"))
+_TRAFFIC = (("read", "Sequential read"), ("write", "Sequential write"), ("mixed", "Optimizer step (1 : 1)"))
 _COLORS = {"io_uring": "#1f77b4", "native_aio": "#d95f02", "aiofiles": "#7f7f7f"}
 _GREY = "#555555"
 
