@@ -28,7 +28,7 @@ class _ShortRepr(reprlib.Repr):
 _short_repr = _ShortRepr()
 
 
-def shortened(value: object) -> str:
+def abbreviated(value: object) -> str:
     """`repr(value)`, cut in the middle where it is long."""
     return _cut(_short_repr.repr(value))
 
@@ -71,7 +71,7 @@ class ConfigError(OffloadError, ValueError):
         near = _nearest(key.rsplit(".", 1)[-1], known_keys) + _nearest(value, known_values)
         self.nearest = near[0] if near else None
         hint = f" (did you mean {self.nearest!r}?)" if self.nearest else ""
-        super().__init__(f"{_printable(key)} = {shortened(value)}: {allowed}{hint}")
+        super().__init__(f"{_printable(key)} = {abbreviated(value)}: {allowed}{hint}")
 
 
 class BudgetError(OffloadError, MemoryError):

@@ -65,7 +65,7 @@ PyObject* step_result(int status, bool with_sq_norm, double sq_norm) {
 
 // These are for PyArg_ParseTuple's "O&".
 int read_scalars(PyObject* tuple, void* result) {
-    auto* s = static_cast<AdamScalars*>(result);
+    auto* s = static_cast<StepScalars*>(result);
     int decoupled;
     if (!check_tuple("scalars", tuple)) return 0;
     if (!PyArg_ParseTuple(tuple, "ffffffffffffp:scalars", &s->grad_scale, &s->beta1, &s->one_minus_beta1,
@@ -82,7 +82,7 @@ PyObject* py_adam_step(PyObject*, PyObject* args) {
     int layout, grad_dtype, isa, num_threads, with_sq_norm;
     Address param, master, exp_avg, exp_avg_sq, grad;
     Py_ssize_t num_elements;
-    AdamScalars scalars;
+    StepScalars scalars;
     if (!PyArg_ParseTuple(args, "iiO&O&O&O&O&niiO&p:adam_step", &layout, &grad_dtype, read_unsigned, &param,
                           read_unsigned, &master, read_unsigned, &exp_avg, read_unsigned, &exp_avg_sq,
                           read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,
@@ -107,14 +107,14 @@ PyObject* py_adam_step(PyObject*, PyObject* args) {
     return step_result(status, with_sq_norm, sq_norm);
 }
 
-using MomentStep = int (*)(const MomentBuffers&, Layout, DType, const AdamScalars&, size_t, Isa, int,
+using MomentStep = int (*)(const MomentBuffers&, Layout, DType, const StepScalars&, size_t, Isa, int,
                            double*);
 
 PyObject* moment_step(MomentStep step, PyObject* args) {
     int layout, grad_dtype, isa, num_threads, with_sq_norm;
     Address param, master, moment, grad;
     Py_ssize_t num_elements;
-    AdamScalars scalars;
+    StepScalars scalars;
     if (!PyArg_ParseTuple(args, "iiO&O&O&O&niiO&p", &layout, &grad_dtype, read_unsigned, &param,
                           read_unsigned, &master, read_unsigned, &moment, read_unsigned, &grad, &num_elements,
                           &isa, &num_threads, read_scalars, &scalars, &with_sq_norm) ||
@@ -186,7 +186,7 @@ PyObject* py_compact_adam_step(PyObject*, PyObject* args) {
     Address grad;
     Py_ssize_t num_elements;
     CompactAddresses compact;
-    AdamScalars scalars;
+    StepScalars scalars;
     unsigned int step;  // "I" takes it modulo 2^32
     if (!PyArg_ParseTuple(args, "iO&O&niiO&Ip:compact_adam_step", &grad_dtype, read_compact, &compact,
                           read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,

@@ -128,7 +128,7 @@ int update_ranges(const KernelTable& kernels, const void* grad, DType grad_dtype
     return 0;
 }
 
-bool has_l2(const AdamScalars& scalars) { return !scalars.decoupled && scalars.weight_decay != 0.0f; }
+bool has_l2(const StepScalars& scalars) { return !scalars.decoupled && scalars.weight_decay != 0.0f; }
 
 uint32_t bit_reverse7(uint32_t x) {
     uint32_t reversed = 0;
@@ -149,7 +149,7 @@ Dither make_dither(const KernelTable& kernels, uint32_t step) {
     return dither;
 }
 
-CompactScalars compact_scalars(const AdamScalars& scalars) {
+CompactScalars compact_scalars(const StepScalars& scalars) {
     const bool moves = scalars.step_size >= 0x1p-100f;
     const float grad_scale = has_l2(scalars) ? 1.0f : scalars.grad_scale;
     return {
@@ -167,7 +167,7 @@ CompactScalars compact_scalars(const AdamScalars& scalars) {
 
 }  // namespace
 
-int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
               size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
@@ -177,7 +177,7 @@ int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const
                          [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
 }
 
-int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const AdamScalars& scalars,
+int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const StepScalars& scalars,
                       uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     static_assert(SQ_NORM_BLOCK % COMPACT_BLOCK == 0, "norm blocks and ranges hold whole compact blocks");
     const KernelTable* kernels = kernels_for(isa);
@@ -207,7 +207,7 @@ int compact_decode(const CompactBuffers& buffers, const Fp32State& state, size_t
     return 0;
 }
 
-int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
               size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
@@ -216,7 +216,7 @@ int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, con
                          [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
 }
 
-int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
                  size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
@@ -226,7 +226,7 @@ int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, 
                          [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
 }
 
-int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
              size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;

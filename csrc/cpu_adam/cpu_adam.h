@@ -165,7 +165,7 @@ enum class Isa : int { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
 constexpr int NUM_ISAS = 3;
 
 // Names as in [Note: Adam arithmetic].
-struct AdamScalars {
+struct StepScalars {
     float grad_scale;
     float beta1;
     float one_minus_beta1;
@@ -208,7 +208,7 @@ struct Fp32State {
 
 bool isa_supported(Isa isa);
 
-int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
               size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 
 // Sum of squares in double. The order of the additions is fixed by the element index alone: blocks of
@@ -252,18 +252,18 @@ struct CompactBuffers {
 
 // `step`, modulo 2^32, is that of [Note: dithered codes]. `sq_norm`, when not null, receives the result of
 // sq_norm() for the gradient, from the same pass over memory.
-int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const AdamScalars& scalars,
+int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const StepScalars& scalars,
                       uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,
                    int num_threads);
 int compact_decode(const CompactBuffers& buffers, const Fp32State& state, size_t num_elements, Isa isa,
                    int num_threads);
 
-int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
               size_t num_elements, Isa isa, int num_threads, double* sq_norm);
-int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
                  size_t num_elements, Isa isa, int num_threads, double* sq_norm);
-int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
              size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 
 // Measures the memory's best rate: reads every array and writes `num_written` of them in place, all at the

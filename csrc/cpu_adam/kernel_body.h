@@ -116,7 +116,7 @@ OFFLOADZERO_INLINE void prefetch(const void* base, size_t i) {
 // [Note: Adam arithmetic] in cpu_adam.h fixes the operations and their order. Returns the first element not
 // done.
 template <class V, class Weight, class Grad, bool L2>
-OFFLOADZERO_INLINE size_t adam_span(const AdamBuffers& buffers, const AdamScalars& scalars, size_t i,
+OFFLOADZERO_INLINE size_t adam_span(const AdamBuffers& buffers, const StepScalars& scalars, size_t i,
                                     size_t end) {
     using F = typename V::F;
     const auto* grad = static_cast<const typename Grad::Element*>(buffers.grad);
@@ -153,7 +153,7 @@ OFFLOADZERO_INLINE size_t adam_span(const AdamBuffers& buffers, const AdamScalar
 }
 
 template <class V, class Weight, class Grad, bool L2>
-static void adam_range(const AdamBuffers& buffers, const AdamScalars& scalars, size_t begin, size_t end) {
+static void adam_range(const AdamBuffers& buffers, const StepScalars& scalars, size_t begin, size_t end) {
     const size_t rest = adam_span<V, Weight, Grad, L2>(buffers, scalars, begin, end);
     adam_span<Scalar, Weight, Grad, L2>(buffers, scalars, rest, end);
 }

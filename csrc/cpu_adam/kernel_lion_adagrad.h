@@ -11,7 +11,7 @@ OFFLOADZERO_INLINE void prefetch_moment(const MomentBuffers& buffers, size_t i) 
 }
 
 template <class V, class Weight, class Grad>
-OFFLOADZERO_INLINE size_t lion_span(const MomentBuffers& buffers, const AdamScalars& scalars, size_t i,
+OFFLOADZERO_INLINE size_t lion_span(const MomentBuffers& buffers, const StepScalars& scalars, size_t i,
                                     size_t end) {
     using F = typename V::F;
     const auto* grad = static_cast<const typename Grad::Element*>(buffers.grad);
@@ -33,13 +33,13 @@ OFFLOADZERO_INLINE size_t lion_span(const MomentBuffers& buffers, const AdamScal
 }
 
 template <class V, class Weight, class Grad>
-static void lion_range(const MomentBuffers& buffers, const AdamScalars& scalars, size_t begin, size_t end) {
+static void lion_range(const MomentBuffers& buffers, const StepScalars& scalars, size_t begin, size_t end) {
     const size_t rest = lion_span<V, Weight, Grad>(buffers, scalars, begin, end);
     lion_span<Scalar, Weight, Grad>(buffers, scalars, rest, end);
 }
 
 template <class V, class Weight, class Grad, bool L2>
-OFFLOADZERO_INLINE size_t adagrad_span(const MomentBuffers& buffers, const AdamScalars& scalars, size_t i,
+OFFLOADZERO_INLINE size_t adagrad_span(const MomentBuffers& buffers, const StepScalars& scalars, size_t i,
                                        size_t end) {
     using F = typename V::F;
     const auto* grad = static_cast<const typename Grad::Element*>(buffers.grad);
@@ -60,7 +60,7 @@ OFFLOADZERO_INLINE size_t adagrad_span(const MomentBuffers& buffers, const AdamS
 }
 
 template <class V, class Weight, class Grad, bool L2>
-static void adagrad_range(const MomentBuffers& buffers, const AdamScalars& scalars, size_t begin,
+static void adagrad_range(const MomentBuffers& buffers, const StepScalars& scalars, size_t begin,
                           size_t end) {
     const size_t rest = adagrad_span<V, Weight, Grad, L2>(buffers, scalars, begin, end);
     adagrad_span<Scalar, Weight, Grad, L2>(buffers, scalars, rest, end);

@@ -2,7 +2,7 @@
 // [Note: SGD arithmetic] in cpu_adam.h fixes the operations and their order.
 
 template <class V, class Weight, class Grad, bool L2>
-OFFLOADZERO_INLINE size_t sgd_span(const MomentBuffers& buffers, const AdamScalars& scalars, size_t i,
+OFFLOADZERO_INLINE size_t sgd_span(const MomentBuffers& buffers, const StepScalars& scalars, size_t i,
                                    size_t end) {
     using F = typename V::F;
     const auto* grad = static_cast<const typename Grad::Element*>(buffers.grad);
@@ -29,7 +29,7 @@ OFFLOADZERO_INLINE size_t sgd_span(const MomentBuffers& buffers, const AdamScala
 }
 
 template <class V, class Weight, class Grad, bool L2>
-static void sgd_range(const MomentBuffers& buffers, const AdamScalars& scalars, size_t begin, size_t end) {
+static void sgd_range(const MomentBuffers& buffers, const StepScalars& scalars, size_t begin, size_t end) {
     const size_t rest = sgd_span<V, Weight, Grad, L2>(buffers, scalars, begin, end);
     sgd_span<Scalar, Weight, Grad, L2>(buffers, scalars, rest, end);
 }

@@ -5,7 +5,7 @@
 
 namespace offloadzero::cpu_adam {
 
-using AdamKernel = void (*)(const AdamBuffers&, const AdamScalars&, size_t begin, size_t end);
+using AdamKernel = void (*)(const AdamBuffers&, const StepScalars&, size_t begin, size_t end);
 using SqNormKernel = double (*)(const void* grad, size_t begin, size_t end);
 using AccumulateKernel = void (*)(void* acc, const void* grad, size_t begin, size_t end);
 using SplitKernel = void (*)(const float* master, uint16_t* param, int16_t* remainder, size_t begin,
@@ -35,7 +35,7 @@ struct Dither {
     alignas(64) uint32_t exp_avg_sq[COMPACT_BLOCK];
 };
 
-using MomentKernel = void (*)(const MomentBuffers&, const AdamScalars&, size_t begin, size_t end);
+using MomentKernel = void (*)(const MomentBuffers&, const StepScalars&, size_t begin, size_t end);
 using CompactKernel = void (*)(const CompactBuffers&, const CompactScalars&, const Dither&, size_t begin,
                                size_t end);
 using EncodeKernel = void (*)(const Fp32State&, const CompactBuffers&, size_t begin, size_t end);

@@ -30,7 +30,7 @@ from offloadzero.kernel_arguments.compact import (
     SPAN_M,
     SPAN_S,
 )
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 SIGN, MAGNITUDE, INFINITY_BITS = -(1 << 31), (1 << 31) - 1, 255 << 23  # of fp32 patterns
@@ -96,7 +96,7 @@ def dither_phases(step: int) -> tuple[int, int]:
 
 
 class CompactFactors(NamedTuple):
-    """The factors of a step: fp32 numbers made from those of AdamScalars in fp32."""
+    """The factors of a step: fp32 numbers made from those of StepScalars in fp32."""
 
     grad_m: float
     grad_s: float
@@ -104,7 +104,7 @@ class CompactFactors(NamedTuple):
     floor: float
 
 
-def compact_factors(scalars: AdamScalars) -> CompactFactors:
+def compact_factors(scalars: StepScalars) -> CompactFactors:
     """Compute the `per call` part of [Note: compact arithmetic]."""
     grad_scale = 1.0 if scalars.with_l2 else scalars.grad_scale
     root, floor = scalars.inv_sqrt_bias_correction2, math.inf

@@ -35,7 +35,7 @@ from offloadzero.arithmetic.remainders import (
 )
 from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, pieces
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, SHIFT_M, SHIFT_S, num_scales
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 
 COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8  # per element of a piece
 
@@ -46,7 +46,7 @@ def torch_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     step: int,
     master: Tensor | None,
     scales: Tensor | None,
@@ -75,7 +75,7 @@ def _adam_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     master: Tensor | None,
     scratch: Tensor,
 ) -> None:
@@ -103,7 +103,7 @@ def _compact_adam_step(
     exp_avg_sq_u8: Tensor,
     scales: Tensor,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     step: int,
     scratch: Tensor,
 ) -> None:
@@ -141,7 +141,7 @@ def _step_piece(
     piece: _CompactPiece,
     spare: Workspace,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     factors: CompactFactors,
     dither: tuple[Tensor, Tensor],
 ) -> None:

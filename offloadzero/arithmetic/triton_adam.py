@@ -53,7 +53,7 @@ from offloadzero.kernel_arguments.compact import (
     SPAN_M,
     SPAN_S,
 )
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 
 # Elements of one program: with 4 warps a thread has 8, which are 16 bytes of bf16.
 ADAM_BLOCK = 1024
@@ -86,7 +86,7 @@ def adam_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     master: Tensor | None,
 ) -> None:
     """Launch one step on flat tensors in the fp32 layout, in place."""
@@ -125,7 +125,7 @@ def compact_adam_step(
     exp_avg_sq_u8: Tensor,
     scales: Tensor,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     step: int,
 ) -> None:
     """Launch one step on flat tensors in the compact layout, in place."""

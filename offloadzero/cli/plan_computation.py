@@ -172,7 +172,7 @@ def micro_batch_rates(
     expect_room = partial(_expect_room, source, num_params, dtype, room=room, host_room=host_room)
     expect_room(0)
     largest = _trace(source, numbers[-1], device, dtype, micro_batch, sequence)
-    shape = _shortened(micro_batch, sequence, MOST_S / _expected_s(largest, block))
+    shape = _smaller_shape(micro_batch, sequence, MOST_S / _expected_s(largest, block))
     if shape != (micro_batch, sequence):
         largest = _trace(source, numbers[-1], device, dtype, *shape)
     expected_s = _expected_s(largest, block)
@@ -217,7 +217,7 @@ def _expect_room(
         raise NotMeasuredError("it takes more than half of the memory")
 
 
-def _shortened(micro_batch: int, sequence: int, share: float) -> tuple[int, int]:
+def _smaller_shape(micro_batch: int, sequence: int, share: float) -> tuple[int, int]:
     """Return the shape of a micro batch with about that share of the tokens, if it is less than all of them."""
     if share >= 1.0:
         return micro_batch, sequence

@@ -30,7 +30,7 @@ from offloadzero.planning.time_model import (
     forecast_run,
     plan_step,
 )
-from offloadzero.planning.zero_formulas import STAGES, efficiency, state_bytes
+from offloadzero.planning.zero_formulas import STAGES, efficiency_unoverlapped, state_bytes
 from offloadzero.segments import TierName
 
 LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
@@ -408,7 +408,7 @@ def intensities(step: Step, found: Forecast) -> dict[str, Intensity]:
     for name, num_bytes in step.traffic.lanes.items():
         if num_bytes and seconds.get(name):
             per_byte = flops / num_bytes
-            share = efficiency(per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s)
+            share = efficiency_unoverlapped(per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s)
             known[name] = Intensity(per_byte, share)
     return known
 

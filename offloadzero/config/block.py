@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
 from offloadzero.config.parse import any_enabled, read_bool, read_float, read_mapping, read_str
-from offloadzero.errors import ConfigError, shortened
+from offloadzero.errors import ConfigError, abbreviated
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -53,7 +53,7 @@ class Block:
         if name in self._values and self._values[name] != value:
             other = self._dotted(self._written[name])
             raise ConfigError(
-                self._dotted(key), value, f"contradicts {other} = {shortened(self._values[name])}"
+                self._dotted(key), value, f"contradicts {other} = {abbreviated(self._values[name])}"
             )
         if spec.action in (Action.ACCEPT, Action.REFUSE):
             self._dismiss(key, value, spec, notices)

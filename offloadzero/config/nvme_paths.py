@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offloadzero.config.parse import read_path
-from offloadzero.errors import ConfigError, shortened
+from offloadzero.errors import ConfigError, abbreviated
 
 log = logging.getLogger("offloadzero.nvme")
 
@@ -71,7 +71,7 @@ def _check_directory(entry: NvmePath) -> None:
         raise ConfigError(
             entry.key,
             str(entry.path),
-            f"there is no such directory, nor {shortened(str(above))} to create it in: create it, or mount the drive",
+            f"there is no such directory, nor {abbreviated(str(above))} to create it in: create it, or mount the drive",
         )
     _check_usable(entry, above)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offloadzero.config.json_text import LongNumber, Pairs
-from offloadzero.errors import ConfigError, shortened
+from offloadzero.errors import ConfigError, abbreviated
 
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
@@ -40,7 +40,7 @@ class _Copier:
             dotted = f"{key}.{name}" if key else name
             entry = self._copy(dotted, value, depth=depth + 1)
             if name in copied:
-                raise ConfigError(dotted, entry, f"duplicate key, given before as {shortened(copied[name])}")
+                raise ConfigError(dotted, entry, f"duplicate key, given before as {abbreviated(copied[name])}")
             copied[name] = entry
         return copied
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.scalars import AdamScalars, check_at_least_0, round_scalars
+from offloadzero.kernel_arguments.scalars import StepScalars, check_at_least_0, round_scalars
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class AdagradHyper:
         for name in ("lr", "lr_decay", "eps", "weight_decay"):
             check_at_least_0(name, getattr(self, name))
 
-    def scalars(self, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
+    def scalars(self, *, step: int, grad_scale: float = 1.0) -> StepScalars:
         """Return the fp32 scalars of step number `step`, from 1."""
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")

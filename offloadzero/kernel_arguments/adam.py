@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.scalars import AdamScalars, round_scalars
+from offloadzero.kernel_arguments.scalars import StepScalars, round_scalars
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class AdamHyper:
                 raise ConfigError(name, value, "allowed numbers in [0, 1)")
 
 
-def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
+def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> StepScalars:
     """Return the fp32 scalars of step number `step` (the first is 1), for any device that repeats the arithmetic.
 
     `decay` is 1 - lr * weight_decay when decoupled and 1 otherwise.

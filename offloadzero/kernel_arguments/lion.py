@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.scalars import AdamScalars, check_at_least_0, round_scalars
+from offloadzero.kernel_arguments.scalars import StepScalars, check_at_least_0, round_scalars
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LionHyper:
             if not 0.0 <= value < 1.0:
                 raise ConfigError(name, value, "allowed numbers in [0, 1)")
 
-    def scalars(self, *, grad_scale: float = 1.0) -> AdamScalars:
+    def scalars(self, *, grad_scale: float = 1.0) -> StepScalars:
         """Return the fp32 scalars of a step."""
         decay = 1.0 - self.lr * self.weight_decay
         exact = (

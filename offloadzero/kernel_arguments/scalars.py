@@ -10,7 +10,7 @@ from typing import NamedTuple
 from offloadzero.errors import ConfigError
 
 
-class AdamScalars(NamedTuple):
+class StepScalars(NamedTuple):
     """The scalars of one step, each computed in double and rounded to fp32 once.
 
     The fields are those of the struct in csrc/cpu_adam/cpu_adam.h, in its order; the notes on arithmetic there
@@ -40,13 +40,13 @@ class AdamScalars(NamedTuple):
 _FLOATS = struct.Struct("<12f")  # the standard sizes: native "f" does not report overflow
 
 
-def round_scalars(exact: Sequence[float], *, decoupled: bool, given: object) -> AdamScalars:
-    """Round all fields of AdamScalars but the last to fp32; raises ConfigError naming `given` if one overflows."""
+def round_scalars(exact: Sequence[float], *, decoupled: bool, given: object) -> StepScalars:
+    """Round all fields of StepScalars but the last to fp32; raises ConfigError naming `given` if one overflows."""
     try:
         rounded = _FLOATS.unpack(_FLOATS.pack(*exact))
     except OverflowError:
         raise ConfigError("hyper", given, "every number must fit fp32") from None
-    return AdamScalars._make((*rounded, decoupled))
+    return StepScalars._make((*rounded, decoupled))
 
 
 def check_at_least_0(name: str, value: float) -> None:

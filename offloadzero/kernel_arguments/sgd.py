@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.scalars import AdamScalars, check_at_least_0, round_scalars
+from offloadzero.kernel_arguments.scalars import StepScalars, check_at_least_0, round_scalars
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SgdHyper:
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError("nesterov", True, "needs a momentum above 0 and a dampening of 0")
 
-    def scalars(self, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
+    def scalars(self, *, step: int, grad_scale: float = 1.0) -> StepScalars:
         """Return the fp32 scalars of step number `step`, from 1: the first gradient is not dampened."""
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")

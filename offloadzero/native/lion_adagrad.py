@@ -7,12 +7,12 @@ from torch import Tensor
 
 from offloadzero.kernel_arguments.adagrad import AdagradHyper
 from offloadzero.kernel_arguments.lion import LionHyper
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.kernel_arguments.tensors import address, float_code, layout_code, typed_address
 from offloadzero.native import _kernels
 from offloadzero.native.kernels import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
-_Arguments = tuple[int, int, int, int, int, int, int, int, int, AdamScalars]
+_Arguments = tuple[int, int, int, int, int, int, int, int, int, StepScalars]
 
 
 def lion_step(
@@ -72,7 +72,7 @@ def moment_arguments(
     grad: Tensor,
     moment: tuple[str, Tensor],
     master: Tensor | None,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     num_threads: int | None,
     isa: Isa | None,
 ) -> _Arguments:

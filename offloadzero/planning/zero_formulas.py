@@ -34,7 +34,7 @@ def state_bytes(num_trained: float, *, stage: int, num_ranks: int, num_frozen: f
     return num_trained * (whole + divided[stage] / num_ranks) + of_frozen
 
 
-def efficiency(flops_per_byte: float, *, bytes_per_s: float, flops_per_s: float) -> float:
+def efficiency_unoverlapped(flops_per_byte: float, *, bytes_per_s: float, flops_per_s: float) -> float:
     """Return the share of the time in which a device of `flops_per_s` computes if nothing overlaps."""
     fed = flops_per_byte * bytes_per_s
     return fed / (fed + flops_per_s)

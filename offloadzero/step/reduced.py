@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadzero.errors import StateError, shortened
+from offloadzero.errors import StateError, abbreviated
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
@@ -215,7 +215,7 @@ class AgreeingDecider(Decider):
         if odd := channel.odd_ranks(by_rank[0]):
             raise StateError(
                 f"step {number}: the hyperparameters of ranks {odd} are not those of rank {channel.members[0]}; "
-                f"rank {channel.rank} has {shortened(step.account.hypers)}. All ranks must set the same ones: a "
+                f"rank {channel.rank} has {abbreviated(step.account.hypers)}. All ranks must set the same ones: a "
                 "scheduler that goes by the loss needs the mean over the ranks"
             )
         channel.expect_same_writes(by_rank[1], f"step {number}")

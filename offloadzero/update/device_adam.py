@@ -21,7 +21,7 @@ from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import compact, kernels
 from offloadzero.optim import compact_tensors
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
@@ -68,7 +68,7 @@ def triton_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    scalars: AdamScalars,
+    scalars: StepScalars,
     step: int,
     master: Tensor | None,
     scales: Tensor | None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import Buffers, H, OptimizerSpec, UpdateForm, piece_scratch_bytes
 
@@ -19,7 +19,7 @@ class Fp32Spec(OptimizerSpec[H]):
     scratch_bytes_per_element = FP32_SCRATCH_BYTES
 
     @abstractmethod
-    def scalars(self, hyper: H, *, step: int, grad_scale: float) -> AdamScalars:
+    def scalars(self, hyper: H, *, step: int, grad_scale: float) -> StepScalars:
         """Return the fp32 scalars of a step, which counts from 1."""
 
     @abstractmethod
@@ -29,7 +29,7 @@ class Fp32Spec(OptimizerSpec[H]):
         """Do one step in place by the kernels of csrc/cpu_adam."""
 
     @abstractmethod
-    def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
+    def torch_step(self, piece: Fp32Piece, scalars: StepScalars) -> None:
         """Do one step of a piece: the kernel's operations, one by one."""
 
     def step(

@@ -25,7 +25,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.config import load_config
-from offloadzero.errors import ConfigError, OffloadError, shortened
+from offloadzero.errors import ConfigError, OffloadError, abbreviated
 from tests.config.config_mutations import mutated, mutated_text, seeds
 
 NUM_CASES = int(os.environ.get("OFFLOADZERO_CONFIG_MUTATIONS", "400"))
@@ -102,7 +102,7 @@ def test_every_mutated_configuration_is_accepted_or_refused(tmp_path: Path) -> N
         slowest_s = max(slowest_s, time.perf_counter() - begin_s)
         counts[result.split(":")[0]] += 1
         if result.startswith("FOUND"):
-            shown = source.read_bytes()[:3000] if isinstance(source, Path) else shortened(source)
+            shown = source.read_bytes()[:3000] if isinstance(source, Path) else abbreviated(source)
             found.append((seed, kind, f"{result}\nfrom {shown!r}"))
     report(found, counts, slowest_s)
     assert counts["accepted"] > NUM_CASES // 20
@@ -156,7 +156,7 @@ def test_an_accepted_configuration_trains_or_is_refused_by_name(
         slowest_s = max(slowest_s, time.perf_counter() - begin_s)
         counts[result.split(":")[0]] += 1
         if result.startswith("FOUND"):
-            shown = source.read_bytes()[:3000] if isinstance(source, Path) else shortened(source)
+            shown = source.read_bytes()[:3000] if isinstance(source, Path) else abbreviated(source)
             found.append((seed, kind, f"{result}\nfrom {shown!r}"))
     report(found, counts, slowest_s)
     assert counts["accepted"] > NUM_TRAINED // 2

@@ -16,7 +16,7 @@ import pytest
 from offloadzero.config import load_config
 from offloadzero.config.json_text import parse_json
 from offloadzero.config.plain import MAX_DEPTH, MAX_VALUES
-from offloadzero.errors import ConfigError, shortened
+from offloadzero.errors import ConfigError, abbreviated
 
 MAX_MESSAGE_CHARS = 800
 
@@ -240,5 +240,5 @@ def test_a_file_with_comments_is_the_file_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: {"a": [1] * 10**6}, lambda: "x" * 10**6, lambda: 10**5000, cyclic])
-def test_a_shortened_value_is_short(make: Callable[[], object]) -> None:
-    assert len(shortened(make())) <= 250
+def test_an_abbreviated_value_is_short(make: Callable[[], object]) -> None:
+    assert len(abbreviated(make())) <= 250

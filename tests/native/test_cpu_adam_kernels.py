@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import _kernels, kernels
 from offloadzero.native.kernels import Isa
 from tests.native.adam_states import (
@@ -97,7 +97,7 @@ def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
     flushed.assert_same_bits(expected)
 
 
-def torch_step(state: State, grad: Tensor, scalars: AdamScalars) -> list[Tensor]:
+def torch_step(state: State, grad: Tensor, scalars: StepScalars) -> list[Tensor]:
     """[Note: Adam arithmetic] as separate torch operations: (weights, exp_avg, exp_avg_sq) in fp32."""
     p = torch.from_numpy(state.weights()).to(grad.device)
     m, v = state.exp_avg.to(grad.device), state.exp_avg_sq.to(grad.device)

@@ -22,7 +22,7 @@ from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.time_model import Step
 from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD
-from offloadzero.planning.zero_formulas import efficiency, state_bytes
+from offloadzero.planning.zero_formulas import efficiency_unoverlapped, state_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import settings
 
@@ -156,7 +156,7 @@ def test_efficiencies_that_the_paper_names(
     what: str, sizes: dict[str, int], bandwidth: float, at_least: float
 ) -> None:
     per_byte = intensity(what, **sizes)
-    found = efficiency(per_byte, bytes_per_s=bandwidth, flops_per_s=V100)
+    found = efficiency_unoverlapped(per_byte, bytes_per_s=bandwidth, flops_per_s=V100)
     assert at_least <= found < 1
 
 
@@ -164,7 +164,7 @@ def test_efficiencies_that_the_paper_names(
 def test_bandwidth_that_faster_accelerators_need(faster: int, bandwidth: float) -> None:
     """Section 9's table: 70 GB/s between devices for 0.07 PFLOPS, and in proportion for 10 and 100 times as many."""
     per_byte = intensity("parameters", batch=1)
-    found = efficiency(per_byte, bytes_per_s=bandwidth * GB, flops_per_s=faster * V100)
+    found = efficiency_unoverlapped(per_byte, bytes_per_s=bandwidth * GB, flops_per_s=faster * V100)
     assert found == pytest.approx(0.5, rel=0.015)
 
 
@@ -229,7 +229,7 @@ def test_parameters_and_gradients_move_no_more_than_the_paper_says() -> None:
     assert found * num_bytes / (8 * count) == pytest.approx(
         RECOMPUTED * intensity("parameters", batch=1), rel=0.03
     )
-    assert efficiency(found, bytes_per_s=70 * GB, flops_per_s=V100) > 0.5
+    assert efficiency_unoverlapped(found, bytes_per_s=70 * GB, flops_per_s=V100) > 0.5
 
 
 def test_states_move_no_more_than_the_paper_says() -> None:
@@ -265,6 +265,6 @@ def test_the_plan_says_the_efficiency_of_each_lane(
     for lane, said in found["intensity"].items():
         num_bytes = sum(lanes.get(lane, 0) for lanes in found["traffic"].values())
         assert said["flops_per_byte"] == pytest.approx(flops / num_bytes)
-        assert said["efficiency"] == pytest.approx(seconds["compute"] / (seconds["compute"] + seconds[lane]))
+        assert said["efficiency_unoverlapped"] == pytest.approx(seconds["compute"] / (seconds["compute"] + seconds[lane]))
     assert main(words(tmp_path)) == 0
-    assert "efficiency" in capsys.readouterr().out
+    assert "efficiency_unoverlapped" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch import Tensor
 from offloadzero.arithmetic.compact_math import sqrt_
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
 from offloadzero.kernel_arguments.adagrad import AdagradHyper
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import lion_adagrad
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
 from offloadzero.segments import SegmentKind
@@ -47,7 +47,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
         """The value of every element of the sum before the first step."""
         return number(group, "initial_accumulator_value", "optimizer.param_groups")
 
-    def scalars(self, hyper: AdagradHyper, *, step: int, grad_scale: float) -> AdamScalars:
+    def scalars(self, hyper: AdagradHyper, *, step: int, grad_scale: float) -> StepScalars:
         """Return the fp32 scalars of a step, which counts from 1."""
         return hyper.scalars(step=step, grad_scale=grad_scale)
 
@@ -66,7 +66,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
             num_threads=num_threads,
         )
 
-    def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
+    def torch_step(self, piece: Fp32Piece, scalars: StepScalars) -> None:
         """Do [Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h."""
         weights, t, (v,) = piece.weights, piece.spare, piece.states
         g = piece.scaled_grad(scalars.grad_scale)

@@ -10,7 +10,7 @@ import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
 from offloadzero.kernel_arguments.lion import LionHyper
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import lion_adagrad
 from offloadzero.optim.cpu_lion import CPULion
 from offloadzero.segments import SegmentKind
@@ -40,7 +40,7 @@ class LionSpec(Fp32Spec[LionHyper]):
             weight_decay=number(group, "weight_decay", name),
         )
 
-    def scalars(self, hyper: LionHyper, *, step: int, grad_scale: float) -> AdamScalars:  # noqa: ARG002
+    def scalars(self, hyper: LionHyper, *, step: int, grad_scale: float) -> StepScalars:  # noqa: ARG002
         """Return the fp32 scalars, which are those of every step."""
         return hyper.scalars(grad_scale=grad_scale)
 
@@ -64,7 +64,7 @@ class LionSpec(Fp32Spec[LionHyper]):
             num_threads=num_threads,
         )
 
-    def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
+    def torch_step(self, piece: Fp32Piece, scalars: StepScalars) -> None:
         """Do [Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h; u is in the spare."""
         weights, (m,) = piece.weights, piece.states
         g = piece.scaled_grad(scalars.grad_scale)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
-from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.native import sgd
 from offloadzero.segments import SegmentKind
@@ -42,7 +42,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         """Whether the step has momentum: torch makes the buffer in the first such step, and dampens only later ones."""
         return hyper.momentum != 0.0
 
-    def scalars(self, hyper: SgdHyper, *, step: int, grad_scale: float) -> AdamScalars:
+    def scalars(self, hyper: SgdHyper, *, step: int, grad_scale: float) -> StepScalars:
         """Return the fp32 scalars of a step, which counts from 1; 0: no step had momentum."""
         return hyper.scalars(step=max(step, 1), grad_scale=grad_scale)
 
@@ -61,7 +61,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
             num_threads=num_threads,
         )
 
-    def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
+    def torch_step(self, piece: Fp32Piece, scalars: StepScalars) -> None:
         """Do [Note: SGD arithmetic] in csrc/cpu_adam/cpu_adam.h."""
         weights, t, (m,) = piece.weights, piece.spare, piece.states
         g = piece.scaled_grad(scalars.grad_scale)

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t SIZES[] = {1, 15, 16, 17, 127, 128, 129, 4097, 40003};
 constexpr int THREADS = 2;
-const AdamScalars ADAMW = {0.5f, 0.9f,     0.1f,  0.999f,     0.001f,     1e-8f, 1e-3f,
+const StepScalars ADAMW = {0.5f, 0.9f,     0.1f,  0.999f,     0.001f,     1e-8f, 1e-3f,
                            1.5f, 0.99999f, 0.01f, 0.9994999f, 0.0316228f, true};
 
 std::vector<Isa> isas() {
@@ -190,7 +190,7 @@ Fp32Record split_record(size_t n, Isa isa) {
 // Adam, Lion, Adagrad and SGD on bf16 with its remainder and on fp32, for every gradient dtype.
 void fp32_layouts_are_the_same_for_every_isa(size_t n, DType dtype) {
     const std::vector<uint8_t> grad = grad_bytes(values(n, 1e-2f, 4, true), dtype);
-    AdamScalars l2 = ADAMW;
+    StepScalars l2 = ADAMW;
     l2.decoupled = false;
     Fp32Record expected;
     std::vector<float> expected_plain;
@@ -198,7 +198,7 @@ void fp32_layouts_are_the_same_for_every_isa(size_t n, DType dtype) {
         Fp32Record r = split_record(n, isa);
         std::vector<float> plain = values(n, 0.05f, 5, true);
         double norm = 0.0;
-        for (const AdamScalars& s : {ADAMW, l2}) {
+        for (const StepScalars& s : {ADAMW, l2}) {
             const AdamBuffers adam{r.param.data(), r.remainder.data(), r.m.data(), r.v.data(), grad.data()};
             CHECK_EQUAL(adam_step(adam, Layout::BF16_SPLIT, dtype, s, n, isa, THREADS, &norm), 0);
             const MomentBuffers lion{r.param.data(), r.remainder.data(), r.m.data(), grad.data()};
@@ -226,7 +226,7 @@ void a_thousand_steps_against_fp64(Isa isa) {
     for (int step = 1; step <= 1000; ++step) {
         const std::vector<float> grad = values(n, 1e-2f, 1000 + static_cast<unsigned>(step), false);
         const double correction1 = 1.0 - std::pow(beta1, step), correction2 = 1.0 - std::pow(beta2, step);
-        const AdamScalars scalars = {1.0f,
+        const StepScalars scalars = {1.0f,
                                      static_cast<float>(beta1),
                                      static_cast<float>(1.0 - beta1),
                                      static_cast<float>(beta2),
