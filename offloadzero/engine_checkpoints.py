@@ -264,6 +264,5 @@ class EngineCheckpoints:
             )
             lost.__cause__ = error
             self._half_loaded = lost
-            self._runtime.failures.record(lost)
-            self._runtime.failures.was_raised = True
+            self._runtime.failures.spoil(lost)
             raise

@@ -49,9 +49,8 @@ class Resources:
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
-        self.others_wait = False  # other ranks, for what was begun
-        # Ends work of the device that waits for other ranks. May be called again.
-        self.abort: Callable[[], None] = lambda: None
+        self._others_wait = False  # other ranks, for what was begun
+        self._abort: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._parts: list[Callable[[], None]] = []
         self._closed = Latch()
@@ -74,6 +73,14 @@ class Resources:
         made.append(make())
         return made[0]
 
+    def wait_with_others(self, abort: Callable[[], None]) -> None:
+        """Note that other ranks wait for what was begun.
+
+        `abort` ends work of the device that waits for them. It may be called again.
+        """
+        self._others_wait = True
+        self._abort = abort
+
     @property
     def is_open(self) -> bool:
         """Whether there is anything to close. A forked child has nothing: all of it is the parent's."""
@@ -92,15 +99,16 @@ class Resources:
             return
         failures = self.failures
         # After a failure some work never comes: no wait for it may block.
-        failures.given_up = failures.given_up or failures.first is not None
+        if failures.first is not None:
+            failures.give_up()
         first: BaseException | None = None
         threads = [thread.close for thread in reversed(failures.threads)]
-        abort = [self.abort] if has_failed or failures.given_up else []
+        abort = [self._abort] if has_failed or failures.given_up else []
         for close in (*abort, *threads, *reversed(self._parts)):
             first = self._close_part(close) or first
         if self._finalizer is not None:
             self._finalizer.detach()  # it would keep the failure and its traceback alive
-        failures.threads = []
+        failures.threads_have_ended()
         self._parts = []
         self._closed.set()
         if first is not None:
@@ -113,8 +121,8 @@ class Resources:
             if not is_interrupt(error):
                 return error
             self.failures.spoil(StateError("the engine was interrupted while it closed"))
-            self.failures.given_up = True
-            self.abort()
+            self.failures.give_up()
+            self._abort()
             close()
             return error
         return None
@@ -135,13 +143,12 @@ class Resources:
     def _close_collected(self) -> None:
         unseen = self.failures.unseen()
         collected = StateError("the engine was collected")
-        if not self.others_wait:  # updates still under way would write weights that can no longer be read
+        if not self._others_wait:  # updates still under way would write weights that can no longer be read
             self.failures.record(collected, has_failed=False)
         try:
             with ExitStack() as ends:
                 ends.callback(self.close)
-                if self.failures.begin_thread is not None:  # the device's work is waited for here
-                    self.failures.begin_thread()
+                self.failures.begin_thread()  # the device's work is waited for here
         finally:
             self.failures.record(collected, has_failed=False)
             _closing.discard(self)

@@ -104,7 +104,7 @@ class Runtime:
         self.resources.add(self.monitor.close)
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
         # Else a new thread's is the first one, where a look at an event makes a context of half a gigabyte.
-        self.failures.begin_thread = functools.partial(make_current, self.accelerator.device)
+        self.failures.begin_threads_by(functools.partial(make_current, self.accelerator.device))
         self.several: SeveralRanks | None = _join_ranks(self.accelerator, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
@@ -463,8 +463,7 @@ def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Reso
     atexit.register(_close_at_exit)
     several = resources.make(lambda: join_ranks(accelerator.device, config, resources.failures))
     several.ranks.record(accelerator.span)
-    resources.others_wait = True
-    resources.abort = several.abort
+    resources.wait_with_others(several.abort)
     return several
 
 

@@ -64,7 +64,7 @@ class SeveralRanks:
         self.ranks = ranks
         self._config = config
         board = ranks.board
-        failures.tell = lambda error, has_failed: board.report(error, has_failed=has_failed)
+        failures.tell_others(lambda error, has_failed: board.report(error, has_failed=has_failed))
 
     @property
     def shard(self) -> ShardSpec:

@@ -408,7 +408,9 @@ def intensities(step: Step, found: Forecast) -> dict[str, Intensity]:
     for name, num_bytes in step.traffic.lanes.items():
         if num_bytes and seconds.get(name):
             per_byte = flops / num_bytes
-            share = efficiency_unoverlapped(per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s)
+            share = efficiency_unoverlapped(
+                per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s
+            )
             known[name] = Intensity(per_byte, share)
     return known
 

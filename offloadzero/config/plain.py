@@ -40,7 +40,9 @@ class _Copier:
             dotted = f"{key}.{name}" if key else name
             entry = self._copy(dotted, value, depth=depth + 1)
             if name in copied:
-                raise ConfigError(dotted, entry, f"duplicate key, given before as {abbreviated(copied[name])}")
+                raise ConfigError(
+                    dotted, entry, f"duplicate key, given before as {abbreviated(copied[name])}"
+                )
             copied[name] = entry
         return copied
 

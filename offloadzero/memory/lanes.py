@@ -147,7 +147,7 @@ class Lane:
         self._tasks = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"offloadzero-{name}", daemon=True)
-        failures.threads.append(self)
+        failures.add_thread(self)
         self._thread.start()
 
     def submit(

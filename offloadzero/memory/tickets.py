@@ -218,10 +218,35 @@ class Failures:
         self.is_foreign = False  # this process is a forked child of the engine's
         self.given_up = False  # the engine will not be used any more: background threads wait for nothing
         self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
-        # Called with the first failure, and whether it is one: the end of an engine is none.
-        self.tell: Callable[[BaseException, bool], None] | None = None
-        self.begin_thread: Callable[[], None] | None = None  # called first on each background thread
+        # Called with the first failure, and whether it is one.
+        self._tell: Callable[[BaseException, bool], None] | None = None
+        self._begin_thread: Callable[[], None] | None = None  # called first on each background thread
         _known.add(self)
+
+    def tell_others(self, tell: Callable[[BaseException, bool], None]) -> None:
+        """Call `tell` with the first failure, and whether it is one: the end of an engine is none."""
+        self._tell = tell
+
+    def begin_threads_by(self, begin: Callable[[], None]) -> None:
+        """Let each background thread begin with `begin`."""
+        self._begin_thread = begin
+
+    def begin_thread(self) -> None:
+        """Begin a background thread, the present one."""
+        if self._begin_thread is not None:
+            self._begin_thread()
+
+    def give_up(self) -> None:
+        """Let no background thread wait: the engine will not be used any more."""
+        self.given_up = True
+
+    def add_thread(self, thread: Thread) -> None:
+        """Add a thread, which may use those that were added before it."""
+        self.threads.append(thread)
+
+    def threads_have_ended(self) -> None:
+        """Forget the threads."""
+        self.threads = []
 
     def record(
         self, error: BaseException, *, cause: BaseException | None = None, has_failed: bool = True
@@ -237,8 +262,8 @@ class Failures:
             if is_first:
                 put_on_record(error, self._number)
                 self.first = error
-        if is_first and self.tell is not None:
-            self.tell(error if cause is None else cause, has_failed)
+        if is_first and self._tell is not None:
+            self._tell(error if cause is None else cause, has_failed)
 
     def spoil(self, error: BaseException) -> None:
         """Record an error that the caller sees anyway."""
@@ -284,8 +309,7 @@ class Failures:
     def in_background(self) -> None:
         """Mark the calling thread as the engine's: its waits end when the engine has been given up."""
         _here.look_up = _here.outside = self._check_given_up
-        if self.begin_thread is not None:
-            self.begin_thread()
+        self.begin_thread()
 
     def check(self) -> None:
         """Raise the first failure or what has stopped the training, if there was one."""

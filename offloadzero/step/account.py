@@ -40,6 +40,14 @@ class Account:
     applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
     refused: OffloadError | None = None  # the error for which backward updates no more units
 
+    def note_applied(self, name: str) -> None:
+        """Note that backward updates the unit of that name."""
+        self.applied.append(name)
+
+    def refuse(self, error: OffloadError | None) -> None:
+        """Let backward update no more units, because of `error`; None: nothing stands against them."""
+        self.refused = error
+
 
 class Accounts:
     """Knows which units of a step were updated, and stops the training over a step that goes no further."""
@@ -52,7 +60,7 @@ class Accounts:
 
     def stop(self, account: Account, error: OffloadError) -> None:
         """Stop the step here, and let no other begin."""
-        account.refused = error
+        account.refuse(error)
         self.stopped = account
         self._failures.stop_training(error)
 

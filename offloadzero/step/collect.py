@@ -115,9 +115,8 @@ class GradientCollector:
 
     def expect_seen(self, index: int, number: int) -> None:
         """Note that a script's hook sees the parameter's gradient first: [Note: gradients that others have seen]."""
-        self._handles[index][
-            number
-        ].is_seen = not self._updates_in_backward  # with updates in backward the gradient is gone after it
+        # With updates in backward the gradient is gone after it.
+        self._handles[index][number].expect_seen(is_seen=not self._updates_in_backward)
 
     # --- in backward ---
 
@@ -132,8 +131,7 @@ class GradientCollector:
         is_added = False  # to a gradient that this backward has brought before
         small_bytes = self._small[index].get(number)  # None: it does not wait
         with DisableTorchFunctionSubclass():
-            param = handle.param
-            grad = param.grad
+            grad = handle.param.grad
             # A fresh one is held by nothing else: autograd takes over such a tensor, or copies it.
             if type(grad) is not Tensor or number in state.present or grad._version or handle.is_seen:
                 small_bytes = None
@@ -148,8 +146,7 @@ class GradientCollector:
                 small_bytes = None
                 if grad.requires_grad:
                     in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
-            param.grad = handle.tensor if in_graph is None else in_graph
-            handle.taken_in = self.backward
+            handle.take_in(self.backward, in_graph)
         if state.flat is None:
             if state.closed and self._updates_in_backward:
                 raise StateError(
@@ -218,7 +215,7 @@ class GradientCollector:
         """Return the gradient to take where `param.grad` was not empty before: [Note: the life of param.grad]."""
         slot, source = handle.slot, handle.source
         if handle.is_own(grad):
-            contribution, source.contribution = source.contribution, None
+            contribution = source.take_contribution()
             if contribution is None:
                 return None
             if contribution.is_all or slot.index in state.zeroed:
@@ -226,9 +223,9 @@ class GradientCollector:
             return contribution.grad
         if isinstance(grad, GradientTensor) and grad.source is source:
             handle.param.grad = grad.read()  # a view of it, with other rows and columns say
-            source.contribution = None
+            source.take_contribution()
             return None
-        source.contribution = None  # another tensor is the gradient now
+        source.take_contribution()  # another tensor is the gradient now
         if slot.index in state.present:  # the script has dropped it, or put another in its place
             state.forget(slot)
             handle.drop()

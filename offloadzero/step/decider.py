@@ -67,13 +67,13 @@ class Decider:
         """Decide over a job of backward whose gradient is home; return whether it has begun, else it is cancelled."""
         account = job.account
         if account.refused is None:
-            account.refused = self._failures.stop  # of the step before
+            account.refuse(self._failures.stop)  # of the step before
         if account.refused is None and not job.gradient.is_finite:
             self._accounts.refuse(account, [job.record.name])
         if account.refused is not None:
             job.cancel()
             return False
-        account.applied.append(job.record.name)
+        account.note_applied(job.record.name)
         job.begin(grad_scale=1.0)
         return True
 
@@ -95,9 +95,8 @@ class Decider:
             job.gradient.landed.wait()
         step.reads.wait()
         scale = self.scale
-        step.decision = decision = decide_step(
-            self._sq_norms(step), loss_scale=scale.scale, max_norm=self._max_norm
-        )
+        decision = decide_step(self._sq_norms(step), loss_scale=scale.scale, max_norm=self._max_norm)
+        step.decide(decision)
         self.scale = scale.after_step(finite=decision.apply)
         if decision.apply:
             for job in step.jobs:

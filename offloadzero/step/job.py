@@ -100,6 +100,10 @@ class StepJobs:
             self.decided.fulfil()
         self.decision: StepDecision | None = None  # None: each job was decided by itself, as it landed
 
+    def decide(self, decision: StepDecision) -> None:
+        """Take the decision over all of them."""
+        self.decision = decision
+
     def in_order(self) -> list[UpdateJob]:
         """The jobs, in the order in which they are updated."""
         by_record = {job.record.index: job for job in self.jobs}

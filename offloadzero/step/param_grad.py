@@ -118,6 +118,11 @@ class ParamGradient:
         """Replace the value."""
         self.contribution = self._expect().write(self, value)
 
+    def take_contribution(self) -> Contribution | None:
+        """Return what autograd has added since the last call, if it has."""
+        contribution, self.contribution = self.contribution, None
+        return contribution
+
     def norm(self) -> float | None:
         """The 2-norm; None where only a read would tell it."""
         return self._expect().norm(self)
@@ -168,6 +173,15 @@ class GradientHandle:
         self.tensor = GradientTensor(self.source)
         self.taken_in = -1  # the last backward in which the hook took a gradient
 
+    def expect_seen(self, *, is_seen: bool) -> None:
+        """Note whether a script's hook sees the gradient before ours."""
+        self.is_seen = is_seen
+
+    def take_in(self, backward: int, in_graph: Tensor | None) -> None:
+        """Let the tensor be the parameter's `grad`, or `in_graph` in its place: the hook has taken the gradient."""
+        self.param.grad = self.tensor if in_graph is None else in_graph
+        self.taken_in = backward
+
     def is_own(self, grad: Tensor | None) -> bool:
         """Whether `grad` is this gradient: the tensor, or a result of its `detach()` or `view_as()`."""
         return grad is self.tensor or (
@@ -177,7 +191,7 @@ class GradientHandle:
     def drop(self) -> None:
         """Drop the gradient: tensors of it that are still held must not take the next one for it."""
         source = self.source
-        source.contribution = None
+        source.take_contribution()
         # References to the tensor: this handle, the call. To the source: the tensor, this handle, this function, the
         # call.
         if getrefcount(self.tensor) > 2 or (source.num_tensors > 1 and getrefcount(source) > 4):

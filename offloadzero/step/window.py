@@ -84,7 +84,7 @@ class GradientWindow:
         zeroed: set[GradientSource] = set()
         for index, handles in self.handles.items():
             for handle in handles:
-                handle.source.contribution = None
+                handle.source.take_contribution()
                 with DisableTorchFunctionSubclass():
                     grad = handle.param.grad
                 if handle.is_own(grad):
@@ -199,7 +199,7 @@ class SetAside:
 
     def drop(self) -> None:
         """Forget this backward's gradient, so that it is not there for the next one."""
-        self._handle.source.contribution = None
+        self._handle.source.take_contribution()
 
 
 def _wear_zeros(gradient: RecordGradient, handle: GradientHandle) -> None:

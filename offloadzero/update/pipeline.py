@@ -126,7 +126,7 @@ class UpdatePipeline:
         self._closing = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="offloadzero-update", daemon=True)
-        store.failures.threads.append(self)
+        store.failures.add_thread(self)
         self._thread.start()
 
     def submit(self, work: _Work) -> None:

@@ -299,7 +299,7 @@ def test_a_thread_that_waits_for_what_never_comes_ends_with_its_engine() -> None
     lane = Lane("stage", failures)
     lane.submit(lambda: None, after=[Promise()])
     ticket = lane.submit(lambda: None)
-    failures.given_up = True
+    failures.give_up()
     lane.close()
     ticket.wait()
     with pytest.raises(StateError, match="given up"):

@@ -1,4 +1,4 @@
-"""The gradient of a record is written by its own methods alone, which say what happens to it."""
+"""What a step hands on is written by its own methods alone, which say what happens to it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import pytest
 from offloadzero.step.record_gradient import RecordGradient
 
 PACKAGE = Path(__file__).parents[2] / "offloadzero"
-OWN_FILE = PACKAGE / "step" / "record_gradient.py"
 ATTRIBUTES = {field.name for field in fields(RecordGradient)} | {"home", "device_home"}
+# By the file of their class: attributes that no other file of the package writes.
+OWN = {
+    "step/record_gradient.py": ATTRIBUTES,
+    "step/param_grad.py": {"contribution", "is_dropped", "is_seen", "taken_in"},
+    "step/account.py": {"applied", "refused"},
+    "step/job.py": {"decision", "decided", "grad_scale", "ranges"},
+    "memory/tickets.py": {"first", "given_up", "stop", "stop_was_raised", "threads", "was_raised"},
+    "lifetime.py": {"_abort", "_others_wait", "_parts"},
+}
 CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"}
 
 
@@ -42,11 +50,18 @@ def written_of_others(text: str) -> set[str]:
     return found
 
 
-def test_a_records_gradient_is_written_in_its_own_file() -> None:
-    files = [path for path in (PACKAGE / "step").glob("*.py") if path != OWN_FILE]
+@pytest.mark.parametrize("own_file", OWN)
+def test_attributes_are_written_in_their_own_file(own_file: str) -> None:
+    """Those of a record's gradient have names that other rooms use for theirs: `step/` alone is looked at."""
+    room = PACKAGE / "step" if OWN[own_file] is ATTRIBUTES else PACKAGE
+    files = [path for path in room.rglob("*.py") if path != PACKAGE / own_file]
     assert len(files) > 10
-    found = {path.name: written_of_others(path.read_text()) & ATTRIBUTES for path in files}
+    found = {
+        str(path.relative_to(PACKAGE)): written_of_others(path.read_text()) & OWN[own_file] for path in files
+    }
     assert {name: attributes for name, attributes in found.items() if attributes} == {}
+    text = (PACKAGE / own_file).read_text()
+    assert not [name for name in OWN[own_file] - ATTRIBUTES if f"self.{name}" not in text]
 
 
 @pytest.mark.parametrize(
