@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from offloadzero.planning.machine import MEMORY_FILESYSTEMS
+
 MIB, GIB = 1 << 20, 1 << 30
 FEW_CORES = 4  # one core launches, one copies, and updates and landings have the rest
 FEW_FILES = 1024  # zero.Init holds a file for each large parameter until the model is offloaded
@@ -16,7 +18,6 @@ SLOW_PRODUCTS = 0.5  # of the speed in fp32
 # and backward. This is the fp32 layout; the compact one has 5.06 bytes of states.
 BYTES_PER_PARAM = {"read": 12 + 2 * 2, "write": 12}
 FAST_ISA = ("avx2", "avx512")
-IN_MEMORY = ("tmpfs", "ramfs")
 OF_CONTAINERS = ("overlay", "aufs")
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph")
 
@@ -218,7 +219,7 @@ def _of_files(facts: Facts) -> Iterator[Finding]:
 
 def _of_drive(drive: Drive, *, is_virtual: bool) -> Iterator[Finding]:
     at = drive.path
-    if drive.filesystem in IN_MEMORY:
+    if drive.filesystem in MEMORY_FILESYSTEMS:
         yield Finding(
             Severity.HURTS,
             f"{at} is in memory ({drive.filesystem})",
