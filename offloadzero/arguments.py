@@ -42,7 +42,10 @@ def make_loader(
     world_size: int = 1,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Make the DataLoader of a rank's micro batches. As in DeepSpeed it is shuffled for the route "train"."""
+    """Make the DataLoader of a rank's micro batches. As in DeepSpeed it is shuffled for the route "train".
+
+    Raises ConfigError without a batch size, and over several ranks for an IterableDataset.
+    """
     if batch_size is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu", None, "a number: the DataLoader of the data needs it"

@@ -82,7 +82,11 @@ class Engine:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backward of `loss` / accumulation steps (of `loss` without `scale_wrt_gas`); returns that quotient."""
+        """Backward of `loss` / accumulation steps (of `loss` without `scale_wrt_gas`); returns that quotient.
+
+        Raises StateError where the engine has no optimizer or is closed, and where `step()` has to come first; and what
+        has failed before.
+        """
         optimizer = self._expect_optimizer("backward")
         if self._runtime.monitor.wants_loss:
             self._runtime.monitor.add_loss(self._runtime.accelerator.read_later(loss))
@@ -94,7 +98,10 @@ class Engine:
         return scaled
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale a loss for a backward that does not go through `backward()`: `engine.scale(loss).backward()`."""
+        """Scale a loss for a backward that does not go through `backward()`: `engine.scale(loss).backward()`.
+
+        Raises StateError where the engine has no optimizer or is closed; and what has failed before.
+        """
         optimizer = self._expect_optimizer("scale")
         self._coordinator.begin_window()
         return optimizer.scale(loss)
@@ -105,8 +112,9 @@ class Engine:
         `lr_kwargs` go to the schedule's `step()`.
 
         Raises:
-            StateError: the engine has no optimizer, is closed, or has failed.
-            ConfigError: `lr_kwargs` lacks what the schedule's `step()` takes.
+            StateError: the engine has no optimizer or is closed, or `optimizer.step()` raises it.
+            NonFiniteError, AioError: the update of this step or of an earlier one failed.
+            ConfigError: `lr_kwargs` lacks what the schedule's `step()` takes, or a param group's option is refused.
         """
         optimizer = self._expect_optimizer("step")
         for name in self._schedule_needs:
@@ -227,7 +235,10 @@ class Engine:
         collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """Make a DataLoader of micro batches, as `initialize(training_data=...)` does."""
+        """Make a DataLoader of micro batches, as `initialize(training_data=...)` does.
+
+        Raises ConfigError where no size of a micro batch is known, and over several ranks for an IterableDataset.
+        """
         return make_loader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -264,7 +275,8 @@ class Engine:
         """Change the accumulation steps, between two steps; micro batches stay as they are.
 
         Raises:
-            ConfigError: the size is not a multiple of the micro batch, or gradients are not kept from one to the next.
+            ConfigError: the size is not a multiple of the micro batches of all ranks, the configuration has no micro
+                batch, or gradients are not kept from one to the next.
             StateError: some micro batches of a step have been taken.
         """
         self._accumulation.set_train_batch_size(train_batch_size, global_steps=self.global_steps)
@@ -272,7 +284,8 @@ class Engine:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro batch, between two steps; accumulation steps stay as they are.
 
-        A DataLoader that has been made keeps its batch size.
+        A DataLoader that has been made keeps its batch size. Raises StateError where some micro batches of a step have
+        been taken.
         """
         self._accumulation.set_micro_batch_size(micro_batch_size, global_steps=self.global_steps)
 
@@ -404,7 +417,8 @@ class Engine:
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
 
-        The weights take their old dtype and device, all in memory; fp32 ones get their fp32 masters.
+        The weights take their old dtype and device, all in memory; fp32 ones get their fp32 masters. Raises StateError
+        where the engine is closed, in a block of GatheredParameters, and in the model's forward.
         """
         self._runtime.restore_model()
 
@@ -429,7 +443,8 @@ class Engine:
         offloadzero/checkpoint/states.py.
 
         Raises:
-            ConfigError: a tag cannot be the name of a directory, or `client_state` cannot be written as JSON.
+            ConfigError: `save_dir` or `tag` cannot be the name of a directory, or `client_state` cannot be written as
+                JSON.
             CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone; or the
                 model has parameters or buffers that cannot be in it.
             StateError: a load did not come to its end, so the states are a mixture; or the engine is closed.
@@ -465,6 +480,7 @@ class Engine:
 
         Raises:
             CheckpointError: the checkpoint is missing, not whole, or does not fit the model. Nothing has changed then.
+            ConfigError: `load_dir` cannot be the name of a directory, or `tag` is neither a text nor a number.
             StateError: the engine is closed.
         """
         is_training = self.optimizer is not None and not load_module_only
@@ -494,6 +510,12 @@ class Engine:
 
         Safetensors if the name ends in ".safetensors"; else, as under DeepSpeed's name "pytorch_model.bin", a state
         dict as `torch.save()` writes it, for `torch.load()`.
+
+        Raises:
+            ConfigError: `save_dir` cannot be the name of a directory.
+            CheckpointError: the directory cannot be written, or the model has parameters or buffers that cannot be in
+                the file.
+            StateError: a load did not come to its end, so the weights are a mixture; or the engine is closed.
         """
         self._checkpoints.save_weights(save_dir, save_filename)
         return True

@@ -87,7 +87,7 @@ class EngineCheckpoints:
         exclude_frozen: bool,
         lr_scheduler: Any,
     ) -> None:
-        """Write a checkpoint as `Engine.save_checkpoint` says."""
+        """Write a checkpoint as `Engine.save_checkpoint` says, and raise its errors."""
         self.expect_savable("save_checkpoint")
         whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
@@ -159,7 +159,7 @@ class EngineCheckpoints:
         return loss_scale_state(self._coordinator.loss_scale_state())
 
     def save_weights(self, save_dir: str | Path, file_name: str) -> None:
-        """Write the weights as `Engine.save_16bit_model` says."""
+        """Write the weights as `Engine.save_16bit_model` says, and raise its errors."""
         self.expect_savable("save_16bit_model")
         path = directory_of_part(directory_of("save_dir", save_dir), self._runtime.part) / file_name
         with self._saving("save_16bit_model()"):
@@ -180,6 +180,11 @@ class EngineCheckpoints:
         """Find the checkpoint for `load` and compare all of it with the engine, of which nothing changes.
 
         Returns None where `load_dir` has no checkpoint and no `tag` is given.
+
+        Raises:
+            ConfigError, StateError: as `Engine.load_checkpoint` says.
+            CheckpointError: the same, and where ranks find different checkpoints or take different parts of one.
+            RankError: another rank has failed in this.
         """
         self._expect_open("load_checkpoint")
         whole, part = directory_of("load_dir", load_dir), self._runtime.part

@@ -65,7 +65,10 @@ def initialize(
         (engine, optimizer or None, dataloader or None, lr_scheduler or None).
 
     Raises:
-        ConfigError, BudgetError, AioError.
+        ConfigError: a mistake in the configuration or in an argument, or what the engine would not train right.
+        BudgetError: something does not fit.
+        StateError: the model is offloaded already, or its engine was closed and its weights went with it.
+        AioError: a file for what lives on nvme cannot be made.
     """
     rank, world_size = join_group(model)
     with telling_others():

@@ -23,7 +23,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def local_rank() -> int:
-    """The rank on this machine, as the launcher set it; 0 without a launcher."""
+    """The rank on this machine, as the launcher set it; 0 without a launcher. Raises ConfigError for no number."""
     return _environment_number("LOCAL_RANK", default=0)
 
 

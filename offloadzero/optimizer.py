@@ -58,6 +58,8 @@ def offload(
         ConfigError: an optimizer of a class that is not built, one that has stepped already, or one whose parameters
             are not the model's.
         BudgetError: something does not fit.
+        StateError: the model is offloaded already, or its engine was closed and its weights went with it.
+        AioError: a file for what lives on nvme cannot be made.
     """
     rank, world_size = join_group(model)
     with telling_others():
@@ -210,6 +212,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 DeepSpeed.
             is_of_all_trainable: no script has chosen the parameters: one that is frozen now has no states, and it is an
                 error when it requires gradients later.
+
+        Raises:
+            ConfigError: an option that the update would not compute, a layout of the states that the optimizer lacks,
+                or a parameter that is not the model's.
+            BudgetError, AioError, StateError: as `offload()` says.
         """
         self.spec, defaults = _spec_and_defaults(origin, config)
         self.spec.expect_layout(config.state_layout)
@@ -249,12 +256,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> States:
-        """The states by parameter: items are read from the tiers, and written there."""
+        """The states by parameter: items are read from the tiers, and written there. Another is refused: StateError."""
         return self._state
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignore the dict that torch's constructor sets. Only the constructor sets this attribute."""
+        """Ignore the dict that torch's constructor sets. Raises StateError for any other assignment."""
         if hasattr(self, "_state"):
             if value is not self._state:
                 refuse_states()
@@ -304,6 +311,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteError, AioError: the update of this step or of an earlier one failed. The next use raises such an
                 error at the latest.
+            StateError: the engine is closed, a backward did not finish, a parameter that was frozen is to be trained,
+                the param groups hold other parameters, or options or gradients have changed since a backward that has
+                updated the weights.
+            ConfigError: an option of a param group that the update would not compute.
         """
         loss = None
         if closure is not None:
@@ -329,7 +340,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.runtime.coordinator.discard_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, only while the optimizer is being made: the units are laid out once."""
+        """Add a group while the optimizer is being made; StateError afterwards, as the units are laid out once."""
         if hasattr(self, "runtime"):
             raise StateError("add_param_group after offload(): add the group before")
         _add_param_group(self, param_group)
@@ -376,11 +387,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.runtime.synchronize()
 
     def close(self) -> None:
-        """Finish the updates, stop the threads, remove the files."""
+        """Finish the updates, stop the threads, remove the files. Raises the first failure."""
         self.runtime.close()
 
     def restore_model(self) -> None:
-        """Make the model an ordinary one again, with its weights as they are now; the optimizer is closed."""
+        """Make the model an ordinary one again, with its weights as they are now; the optimizer is closed.
+
+        Raises StateError where it is closed already, in a block of GatheredParameters, and in the model's forward.
+        """
         self.runtime.restore_model()
 
     # --- state dict ---
@@ -405,7 +419,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return the format of torch's optimizer, all of it in host memory, with the fp32 master weights beside it.
 
         The compact layout adds the moments' codes and scales, from which loading continues with the same bits. A change
-        of these tensors in place is written to the states, as in torch.
+        of these tensors in place is written to the states, as in torch. Raises StateError where the engine is closed.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -438,6 +452,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
+            StateError: the engine is closed.
         """
         state_dict = dict(
             state_dict

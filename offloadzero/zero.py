@@ -62,6 +62,9 @@ class Init:
 
     With `module`, that module's parameters are moved at once and no block is needed. Inside another `Init` the block
     does nothing more, as in DeepSpeed: the outermost one says where parameters go and in which dtype.
+
+    Raises ConfigError for a mistake in the configuration, for parameters that are to wait on nvme without a directory,
+    and for a `data_parallel_group` that is no process group, or leaves ranks out.
     """
 
     _active: ClassVar[Init | None] = None
@@ -305,7 +308,10 @@ class GatheredParameters:
 
     Over several ranks all of them enter and leave the block, each with the whole values. What rank `modifier_rank` (of
     those that share the data) has written is committed on all, and what the others have written is lost; with None a
-    change on any rank raises StateError on all.
+    change on any rank raises StateError on all. A `modifier_rank` that none of them has raises ConfigError, and so does
+    any but 0 for whole parameters of a model that is not offloaded yet.
+
+    A parameter that the block has given memory of another shape or dtype raises ConfigError where it is committed.
     """
 
     def __init__(
@@ -456,27 +462,41 @@ def _expect_shape(slot: ParamSlot, value: torch.Tensor) -> None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return the fp32 master weight: a new host tensor in the parameter's shape."""
+    """Return the fp32 master weight: a new host tensor in the parameter's shape.
+
+    Raises ConfigError for a parameter of no offloaded model.
+    """
     runtime, record, slot = _located(param)
     return runtime.weights.read_master(record, slot)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master weight and with it the parameter."""
+    """Set the fp32 master weight and with it the parameter.
+
+    Raises ConfigError for a parameter of no offloaded model, and for a value that is neither of its shape nor all of it
+    in one row.
+    """
     runtime, record, slot = _located(param)
     _expect_shape(slot, value)
     runtime.weights.write(record, slot, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a state such as "exp_avg": a new fp32 host tensor in the parameter's shape, or None for a frozen one."""
+    """Return a state such as "exp_avg": a new fp32 host tensor in the parameter's shape, or None for a frozen one.
+
+    Raises ConfigError for a parameter of no offloaded model, and for a state that its optimizer does not have.
+    """
     runtime, record, slot = _located(param)
     kind = _kind(record, optim_state_key)
     return runtime.weights.read_state(record, slot, kind) if slot.trainable else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a state such as "exp_avg". Raises ConfigError for a frozen parameter, which has none."""
+    """Set a state such as "exp_avg".
+
+    Raises ConfigError for a parameter that has no such state, as a frozen one has none, and for a value that is neither
+    of its shape nor all of it in one row.
+    """
     runtime, record, slot = _located(param)
     _expect_shape(slot, value)
     runtime.weights.write_state(record, slot, _kind(record, optim_state_key), value)
@@ -487,6 +507,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
     Raises:
         StateError: the weights are updated in backward, and the gradient is gone.
+        ConfigError: a parameter of no offloaded model.
     """
     _located(param)
     grad = param.grad
@@ -494,7 +515,11 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient; a parameter without one gets one. Raises ConfigError for another shape."""
+    """Set the gradient; a parameter without one gets one.
+
+    Raises ConfigError for a parameter of no offloaded model, and for another shape; StateError where the weights are
+    updated in backward, and the gradient is gone.
+    """
     _, record, slot = _located(param)
     if value.shape != slot.shape:  # torch would broadcast
         raise ConfigError(f"{slot.name}.grad", tuple(value.shape), f"shape {tuple(slot.shape)}")
@@ -515,32 +540,38 @@ def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return the fp32 master weight as a vector: a new host tensor."""
+    """Return the fp32 master weight as a vector: a new host tensor. Raises StateError where a rank has a part of it."""
     _expect_all_is_local(param, "safe_get_local_fp32_param")
     return safe_get_full_fp32_param(param).reshape(-1)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master weight and with it the parameter."""
+    """Set the fp32 master weight and with it the parameter. Raises StateError where a rank has a part of it."""
     _expect_all_is_local(param, "safe_set_local_fp32_param")
     safe_set_full_fp32_param(param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter."""
+    """Return a state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter.
+
+    Raises ConfigError for a state that the optimizer does not have, StateError where a rank has a part of it.
+    """
     _expect_all_is_local(param, "safe_get_local_optimizer_state")
     state = safe_get_full_optimizer_state(param, optim_state_key)
     return None if state is None else state.reshape(-1)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a state such as "exp_avg". Raises ConfigError for a frozen parameter, which has none."""
+    """Set a state such as "exp_avg". Raises ConfigError as the full form, StateError where a rank has a part of it."""
     _expect_all_is_local(param, "safe_set_local_optimizer_state")
     safe_set_full_optimizer_state(param, value, optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient accumulated since the last step as a vector: a new fp32 host tensor, or None without one."""
+    """Return the gradient accumulated since the last step as a vector: a new fp32 host tensor, or None without one.
+
+    Raises StateError as the full form does, and where a rank has a part of it.
+    """
     _expect_all_is_local(param, "safe_get_local_grad")
     grad = safe_get_full_grad(param)
     return None if grad is None else grad.reshape(-1)

@@ -73,7 +73,7 @@ class AioFile:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the file now. Raises AioError."""
+        """Return the size of the file now. Raises AioError, and StateError if the file is closed."""
         core = self._open_core()
         try:
             return core.num_bytes()
@@ -85,7 +85,8 @@ class AioFile:
 
         start: bytes before it are not reserved. From there on nothing may be reserved yet, unless `start` is 0.
 
-        Raises AioError: ENOSPC when the filesystem has no room, and the file is then as before.
+        Raises AioError: ENOSPC when the filesystem has no room, and the file is then as before. ConfigError: a negative
+        size, or a start outside of it. StateError: the file is closed.
         """
         if num_bytes < 0:
             raise ConfigError("num_bytes", num_bytes, "must not be negative")
@@ -98,7 +99,7 @@ class AioFile:
             raise self._error(error, "preallocate", num_bytes) from error
 
     def sync(self) -> None:
-        """Block until finished writes are on stable storage. Raises AioError."""
+        """Block until finished writes are on stable storage. Raises AioError, and StateError if the file is closed."""
         core = self._open_core()
         try:
             core.sync()
@@ -306,7 +307,7 @@ class AioEngine:
         create: make the file, with mode 0600, if it is missing; an existing one keeps its bytes.
         direct: past the page cache (O_DIRECT) where filesystem and backend can; `AioFile.direct_reason` says why not.
         name: the file's name in errors, where the path does not tell.
-        Raises AioError when the file cannot be opened.
+        Raises AioError when the file cannot be opened, ConfigError for `create` together with `readonly`, StateError.
         """
         self._check_usable()
         plain = os.fspath(path)
@@ -352,7 +353,10 @@ class AioEngine:
         return self._registration.reason
 
     def unregister_buffer(self, buffer: Any) -> None:
-        """Unpin the pinned part of a buffer, after the transfers in flight. Raises ConfigError."""
+        """Unpin the pinned part of a buffer, after the transfers in flight.
+
+        Raises ConfigError (it is not registered), StateError.
+        """
         self._check_usable()
         memory = memory_of(buffer, must_be_writable=True)
         if memory.num_bytes and not self._registration.remove(memory):
@@ -387,7 +391,7 @@ class AioEngine:
         """Write `buffer` to the file at `offset`, growing the file if need be; otherwise as read().
 
         A finished write has been accepted by the file; `AioFile.sync` makes it survive a power failure.
-        Writes in flight together must not overlap.
+        Writes in flight together must not overlap. Raises ConfigError, StateError.
         """
         return self._submit(True, file, buffer, offset, priority, label)
 
@@ -397,12 +401,16 @@ class AioEngine:
         bytes_read, bytes_written: of operations that succeeded. operations: ended ones. blocks: begun ones.
         retries: transfers repeated or continued (short, EINTR, EAGAIN). bounced: blocks that were copied.
         fixed: transfers to or from registered buffers. registered_bytes: bytes of those buffers now.
+        Raises StateError in a forked child.
         """
         self._check_process()
         return self._core.stats()
 
     def inject(self, kind: str, nth: int, value: int) -> None:
-        """Inject a fault, for tests: a FaultKind that hits the nth block to begin from now (1: the next), once."""
+        """Inject a fault, for tests: a FaultKind that hits the nth block to begin from now (1: the next), once.
+
+        Raises ConfigError for another kind, a block before the next one, and a negative value; StateError.
+        """
         self._check_usable()
         fault = _parse(FaultKind, "kind", kind)
         if nth < 1:
@@ -412,7 +420,7 @@ class AioEngine:
         self._core.inject(list(FaultKind).index(fault), nth, value)
 
     def clear_faults(self) -> None:
-        """Forget injected faults that have hit no block yet."""
+        """Forget injected faults that have hit no block yet. Raises StateError."""
         self._check_usable()
         self._core.clear_faults()
 

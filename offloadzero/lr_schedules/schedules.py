@@ -60,7 +60,7 @@ class _IterationSchedule(LRScheduler):
         raise NotImplementedError
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates of the next iteration, or of the one given."""
+        """Set the rates of the next iteration, or of the one given. Raises ConfigError for one that is no iteration."""
         if last_batch_iteration is not None:
             # torch's step() adds one, and iteration i is its epoch i + 1.
             self.last_epoch = _iteration(last_batch_iteration)
@@ -118,7 +118,7 @@ class WarmupDecayLR(WarmupLR):
     """WarmupLR, followed by a linear fall to `warmup_min_lr` at iteration `total_num_steps`.
 
     After the warmup of n = max(2, warmup_num_steps) iterations, with T = total_num_steps, fraction(i) =
-    max(0, (T - i) / max(1, T - n)).
+    max(0, (T - i) / max(1, T - n)). Raises ConfigError.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class WarmupCosineLR(_IterationSchedule):
 
     With n = max(2, warmup_num_steps) and T = total_num_steps: the rate is 0 at iteration -1; the ratio is
     m + (1 - m) * warmup_fraction(i) while i < n; then c + (1 - c) * (1 + cos(pi * x)) / 2 with
-    x = min(1, (i - n + 1) / max(1, T - n)).
+    x = min(1, (i - n + 1) / max(1, T - n)). Raises ConfigError.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class WarmupCosineLR(_IterationSchedule):
 class LRRangeTest(_IterationSchedule):
     """A rise without end, to find the rate at which training diverges.
 
-    rate(i) = min_lr * (1 + step_rate * x), x = (i + 1) / step_size, rounded down when `staircase`.
+    rate(i) = min_lr * (1 + step_rate * x), x = (i + 1) / step_size, rounded down when `staircase`. Raises ConfigError.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class OneCycle(_IterationSchedule):
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Set rates and first betas of the next iteration, or of the one given."""
+        """Set rates and first betas of the next iteration, or of the one given. Raises ConfigError like `momenta`."""
         super().step(batch_iteration)
         if self.cycle_momentum:
             momenta = self.momenta(self.last_batch_iteration)

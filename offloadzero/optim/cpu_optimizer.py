@@ -64,7 +64,7 @@ class CPUOptimizer(Optimizer, ABC):
         return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; refuses parameters that are not dense CPU tensors in bf16, fp16 or fp32."""
+        """Add a group; ConfigError for an option, or a parameter that is no dense CPU tensor in bf16, fp16 or fp32."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -83,7 +83,11 @@ class CPUOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; `closure` runs the model again and returns the loss."""
+        """Update every parameter that has a gradient; `closure` runs the model again and returns the loss.
+
+        Raises ConfigError for an option or a gradient that it cannot train with, and for a parameter whose value has
+        left memory; the parameters before it are updated then.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -221,7 +225,10 @@ class CPUOptimizer(Optimizer, ABC):
 
 
 def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the part of saved fp32 master weights that a bf16 parameter lacks, as int16 (int8 if compact)."""
+    """Return the part of saved fp32 master weights that a bf16 parameter lacks, as int16 (int8 if compact).
+
+    Raises ConfigError for another shape, and unless the parameter is these weights rounded.
+    """
     if master.shape != param.shape:
         raise ConfigError(f"{name}.master", tuple(master.shape), f"must have shape {tuple(param.shape)}")
     rounded = torch.empty(param.shape, dtype=param.dtype, device="cpu")
