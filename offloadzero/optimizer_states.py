@@ -56,7 +56,7 @@ class _State:
 
 
 def step_count(name: str, value: Any) -> int:
-    """Return the number of steps that a state holds, in torch as a tensor."""
+    """Return the number of steps that a state holds, in torch as a tensor. Raises ConfigError for no whole number."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -132,7 +132,7 @@ class ParamStates(dict[str, torch.Tensor]):
         self._refuse("clear()")
 
     def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: ARG002 (dict's signature)
-        """Return the item; one that does not exist cannot be added."""
+        """Return the item; one that does not exist cannot be added: StateError."""
         if key not in self:
             self._refuse(key)
         return self[key]
@@ -203,7 +203,7 @@ class States(defaultdict[torch.Tensor, Any]):
 
 
 def refuse_states() -> NoReturn:
-    """Make the error of a call that would replace states which are not here."""
+    """Raise StateError: a call would replace states which are not here."""
     raise StateError(
         "optimizer.state of an offloaded optimizer cannot be replaced, the states live in their tiers: write into "
         'optimizer.state[param]["exp_avg"], or use load_state_dict() or '

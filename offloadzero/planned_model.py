@@ -115,7 +115,7 @@ class ModelPlanner:
         form: UpdateForm = UpdateForm.NATIVE,
         hardware: Hardware | None = None,
     ) -> PlannedModel:
-        """Do what `plan_model` does."""
+        """Do what `plan_model` does, and raise its errors."""
         config = settle(config, loop)
         expect_partitionable(config)
         if config.world_size > 1:

@@ -137,7 +137,10 @@ _tracing_context: Callable[[], Any] = _look_up("_guards.TracingContext.try_get")
 
 
 def end_graph(reason: str) -> None:
-    """Have the compiler end the graph where it traces: it runs the operation as it is, and goes on after it."""
+    """Have the compiler, where it traces, end the graph: it runs the operation as it is, and goes on after it.
+
+    Raises its Unsupported, by which it does.
+    """
     if _tracing_context() is not None:
         raise importlib.import_module("torch._dynamo.exc").Unsupported(reason)
 

@@ -540,13 +540,13 @@ def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return the fp32 master weight as a vector: a new host tensor. Raises StateError where a rank has a part of it."""
+    """Return the fp32 master weight as a vector: a new host tensor. Raises StateError over several ranks."""
     _expect_all_is_local(param, "safe_get_local_fp32_param")
     return safe_get_full_fp32_param(param).reshape(-1)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master weight and with it the parameter. Raises StateError where a rank has a part of it."""
+    """Set the fp32 master weight and with it the parameter. Raises StateError over several ranks."""
     _expect_all_is_local(param, "safe_set_local_fp32_param")
     safe_set_full_fp32_param(param, value)
 
@@ -554,7 +554,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter.
 
-    Raises ConfigError for a state that the optimizer does not have, StateError where a rank has a part of it.
+    Raises ConfigError for a state that the optimizer does not have, StateError over several ranks.
     """
     _expect_all_is_local(param, "safe_get_local_optimizer_state")
     state = safe_get_full_optimizer_state(param, optim_state_key)
@@ -562,7 +562,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a state such as "exp_avg". Raises ConfigError as the full form, StateError where a rank has a part of it."""
+    """Set a state such as "exp_avg". Raises ConfigError as the full form, StateError over several ranks."""
     _expect_all_is_local(param, "safe_set_local_optimizer_state")
     safe_set_full_optimizer_state(param, value, optim_state_key)
 
@@ -570,7 +570,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the gradient accumulated since the last step as a vector: a new fp32 host tensor, or None without one.
 
-    Raises StateError as the full form does, and where a rank has a part of it.
+    Raises StateError as the full form does, and over several ranks.
     """
     _expect_all_is_local(param, "safe_get_local_grad")
     grad = safe_get_full_grad(param)
@@ -578,7 +578,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient. Raises ConfigError for another number of elements, StateError where a rank has a part of it."""
+    """Set the gradient. Raises ConfigError for another number of elements, StateError over several ranks."""
     _expect_all_is_local(param, "safe_set_local_grad")
     if value.numel() != param.numel():
         _, _, slot = _located(param)

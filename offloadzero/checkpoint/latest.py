@@ -260,7 +260,7 @@ def expect_latest_replaceable(directory: Path) -> None:
 
 
 def point_latest_to(directory: Path, tag: str) -> None:
-    """Let `latest` name a checkpoint, and give that the mark."""
+    """Let `latest` name a checkpoint, and give that the mark. CheckpointError where `latest` is another program's."""
     expect_latest_replaceable(directory)
     with alone_in(directory):
         (directory / tag / IS_LATEST).touch()

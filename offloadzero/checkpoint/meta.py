@@ -64,7 +64,7 @@ class Meta:
 
 
 def client_dict(client_state: object) -> dict[str, Any]:
-    """Return the state that a caller gave; None is an empty one."""
+    """Return the state that a caller gave; None is an empty one. Raises ConfigError unless it is a mapping."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ConfigError("client_state", type(client_state).__name__, "a dict")
     return dict(client_state or {})

@@ -114,7 +114,7 @@ def directory_of(key: str, path: object) -> Path:
 
 
 def tag_text(tag: object) -> str:
-    """Return the tag that a caller gave: a text, or a number as DeepSpeed takes it."""
+    """Return the tag that a caller gave: a text, or a number as DeepSpeed takes it; ConfigError for another."""
     if not isinstance(tag, str | int):
         raise ConfigError("tag", tag, "a text")
     return str(tag)

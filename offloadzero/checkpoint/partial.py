@@ -59,7 +59,10 @@ class PartialCheckpoint:
         self._replaced = directory / Unfinished(tag, unfinished.token, REPLACED).name
 
     def commit(self) -> Path:
-        """Take the name: [Note: how a checkpoint takes its name]. Returns the directory's new path."""
+        """Take the name: [Note: how a checkpoint takes its name]. Returns the directory's new path.
+
+        Raises CheckpointError where something else has the name by now.
+        """
         final = self._directory / self.tag
         sync_directory(self.path)
         with alone_in(self._directory):

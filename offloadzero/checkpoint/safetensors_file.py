@@ -89,7 +89,10 @@ class SafetensorsWriter:
         pool: HashingPool,
         is_there: bool = False,
     ) -> None:
-        """Create the file. `pool` hashes; `is_there`: an empty file of this name exists; otherwise none may."""
+        """Create the file. `pool` hashes; `is_there`: an empty file of this name exists; otherwise none may.
+
+        Raises CheckpointError for a dtype that the format does not know, AioError where the file cannot be written.
+        """
         self.path = path
         self._expected = list(specs)
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -195,7 +198,7 @@ class SafetensorsReader:
         return list(self.entries)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in host memory."""
+        """Return one tensor in host memory. Raises CheckpointError where it is not there, or cannot be read."""
         if name not in self.entries:
             raise CheckpointError(f"{self.path}: there is no {name}")
         entry = self.entries[name]

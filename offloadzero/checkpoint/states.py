@@ -281,6 +281,7 @@ def save_weights(states: States, path: Path) -> None:
     """Write one file with every parameter in its own dtype, and the buffers.
 
     Safetensors, with tied ones once, if its name ends so; else the file that `torch.save()` makes of a state dict.
+    CheckpointError for what the file cannot keep, for parameters without states, and where it cannot be made.
     """
     extra = read_extra_states(states.model).described
     if extra:

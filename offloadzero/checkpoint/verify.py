@@ -57,7 +57,10 @@ class StoredTensor:
 
 
 class OpenDirectory:
-    """The directory that was opened under a path. It stays open, so that no other directory can get its inode."""
+    """The directory that was opened under a path. It stays open, so that no other directory can get its inode.
+
+    Raises CheckpointError where it cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,7 +117,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_sizes(path: Path) -> Meta:
-    """Do the quick part of the checks: manifest, meta.json, and the size of each file."""
+    """Do the quick part of the checks: manifest, meta.json, and the size of each file. Raises CheckpointError."""
     if os.path.lexists(path / MANIFEST):
         _check_manifest(path, contents=False)
     return read_meta(path)

@@ -246,7 +246,10 @@ def torch_case(num_params: int, num_threads: int) -> tuple[Case, Sample]:
 def deepspeed_worker(
     python: str | None, num_params: int, num_threads: int
 ) -> Iterator[tuple[Cases, dict[str, str] | None]]:
-    """Yield the cases of DeepSpeed, in a process of its own; none without an interpreter for it."""
+    """Yield the cases of DeepSpeed, in a process of its own; none without an interpreter for it.
+
+    Raises ConfigError where the interpreter cannot be run, OffloadError where its process fails.
+    """
     if python is None:
         yield [], None
         return

@@ -195,7 +195,7 @@ def measure(settings: _Settings, started_s: float) -> dict[str, Any]:
 
 
 def available_backends() -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the backends that work here, the one AUTO takes first, and a comment on each."""
+    """Return the backends that work here, the one AUTO takes first, and a comment on each; ConfigError for none."""
     words: dict[str, str] = {}
     for backend in (AioBackend.IO_URING, AioBackend.NATIVE_AIO, AioBackend.AIOFILES):
         try:

@@ -242,7 +242,11 @@ def with_own_rates(hardware: Any, question: Any, config: OffloadConfig, *, fresh
 
 
 def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None) -> tuple[Any, Any]:
-    """Return the question, and what a rank has of the machine that it is about; the memory is the machine's."""
+    """Return the question, and what a rank has of the machine that it is about; the memory is the machine's.
+
+    Raises ConfigError for a sequence beyond the model's positions, and where the machine's description leaves out the
+    drives that the configuration names.
+    """
     from offloadzero.cli import plan_probe
     from offloadzero.cli.plan_answer import Question, drive_bytes, in_memory
     from offloadzero.cli.plan_model import read_model

@@ -210,7 +210,10 @@ def _kept(identity: Mapping[str, Any]) -> Hardware | None:
 
 
 def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
-    """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured."""
+    """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured.
+
+    Raises OffloadError where the device has too little free memory for it.
+    """
     progress = Progress(time_s)
     _say_if_busy(progress, "its computation, its drive and its link")
     is_cpu = device.free_bytes() is None

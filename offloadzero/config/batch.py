@@ -35,7 +35,10 @@ def _read_size(key: str, value: object) -> int | None:
 
 
 def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, world_size: int) -> BatchConfig:
-    """Fill in what is None. One size alone means one accumulation step; with none all sizes stay None."""
+    """Fill in what is None. One size alone means one accumulation step; with none all sizes stay None.
+
+    Raises ConfigError where the train batch is not the product of the others and `world_size`.
+    """
     if train is None:
         if micro is None:
             return BatchConfig(None, None, 1 if steps is None else steps)

@@ -51,7 +51,10 @@ def unite_nvme_paths(paths: Iterable[NvmePath], *, elsewhere: bool = False) -> t
 
 
 def create_nvme_directories(paths: Iterable[Path]) -> None:
-    """Create the directories that do not exist yet, and say so in the log. The directory above must exist."""
+    """Create the directories that do not exist yet, and say so in the log. The directory above must exist.
+
+    Raises ConfigError where one cannot be created.
+    """
     for path in paths:
         try:
             path.mkdir()

@@ -145,6 +145,7 @@ def read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:
     """Read the block; None without one, or with an empty one.
 
     The schedule's own parameters, and an "auto" among them, are checked where the schedule is built.
+    Raises ConfigError where the block has parameters and names no type, and for a key that is not known.
     """
     if not top.raw("scheduler"):
         return None

@@ -60,7 +60,7 @@ def read_bool(key: str, value: object) -> bool:
 
 
 def read_int(key: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Read an integer or an integral float within the bounds (both inclusive)."""
+    """Read an integer or an integral float within the bounds (both inclusive). Raises ConfigError for anything else."""
     allowed = _range_text("a whole number", minimum, maximum)
     if not _is_whole(value):
         raise ConfigError(key, value, allowed)
@@ -73,7 +73,7 @@ def read_int(key: str, value: object, *, minimum: int | None = None, maximum: in
 def read_float(
     key: str, value: object, *, minimum: float | None = None, maximum: float | None = None
 ) -> float:
-    """Read a finite number within the bounds (both inclusive)."""
+    """Read a finite number within the bounds (both inclusive). Raises ConfigError for anything else."""
     allowed = _range_text("a finite number", minimum, maximum)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(key, value, allowed)
@@ -89,14 +89,14 @@ def read_float(
 
 
 def read_str(key: str, value: object) -> str:
-    """Read a text that is not empty."""
+    """Read a text that is not empty. Raises ConfigError for anything else."""
     if not isinstance(value, str) or not value:
         raise ConfigError(key, value, "text that is not empty")
     return value
 
 
 def read_enum(key: str, value: object, allowed: Iterable[str]) -> str:
-    """Read one of the words `allowed`, compared exactly."""
+    """Read one of the words `allowed`, compared exactly. Raises ConfigError for anything else."""
     words = list(allowed)
     if not isinstance(value, str) or value not in words:
         raise ConfigError(key, value, "allowed " + ", ".join(words), known_values=words)
@@ -127,7 +127,7 @@ def read_num_bytes(key: str, value: object, *, minimum: int = 0, maximum: int | 
 
 
 def read_path(key: str, value: object) -> Path:
-    """Read a path of a file or directory that the system accepts, and expand `~`."""
+    """Read a path of a file or directory that the system accepts, and expand `~`. Raises ConfigError for others."""
     text = read_str(key, os.fspath(value) if isinstance(value, os.PathLike) else value)
     try:
         encoded = os.fsencode(text)
@@ -144,7 +144,7 @@ def read_path(key: str, value: object) -> Path:
 
 
 def read_str_list(key: str, value: object) -> tuple[str, ...]:
-    """Read a list of texts, or one text alone."""
+    """Read a list of texts, or one text alone. Raises ConfigError for anything else."""
     if isinstance(value, str):
         return (read_str(key, value),)
     if not isinstance(value, (list, tuple)):
@@ -153,7 +153,7 @@ def read_str_list(key: str, value: object) -> tuple[str, ...]:
 
 
 def read_mapping(key: str, value: object) -> Mapping[str, Any]:
-    """Read a JSON object; its keys must be text."""
+    """Read a JSON object; its keys must be text. Raises ConfigError for anything else."""
     if not isinstance(value, Mapping):
         raise ConfigError(key, value, "a JSON object {...}")
     for name in value:

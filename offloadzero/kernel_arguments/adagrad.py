@@ -13,7 +13,7 @@ class AdagradHyper:
     """Hyperparameters of one Adagrad step as torch.optim.Adagrad does it (Duchi et al. 2011).
 
     The learning rate of step k (from 1) is lr / (1 + (k - 1) * lr_decay); `weight_decay` is added to the
-    gradient (L2).
+    gradient (L2). Raises ConfigError for one that is negative or not finite.
     """
 
     lr: float
@@ -26,7 +26,7 @@ class AdagradHyper:
             check_at_least_0(name, getattr(self, name))
 
     def scalars(self, *, step: int, grad_scale: float = 1.0) -> StepScalars:
-        """Return the fp32 scalars of step number `step`, from 1."""
+        """Return the fp32 scalars of step number `step`, from 1. Raises ConfigError for 0, and where one overflows."""
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")
         lr = self.lr / (1.0 + (step - 1) * self.lr_decay)

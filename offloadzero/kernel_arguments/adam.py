@@ -11,7 +11,10 @@ from offloadzero.kernel_arguments.scalars import StepScalars, round_scalars
 
 @dataclass(frozen=True)
 class AdamHyper:
-    """Hyperparameters of one Adam step (Kingma & Ba 2015; `decoupled`: AdamW, Loshchilov & Hutter 2019)."""
+    """Hyperparameters of one Adam step (Kingma & Ba 2015; `decoupled`: AdamW, Loshchilov & Hutter 2019).
+
+    Raises ConfigError for one that is negative or not finite, and for a beta outside of [0, 1).
+    """
 
     lr: float
     beta1: float
@@ -35,7 +38,8 @@ class AdamHyper:
 def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> StepScalars:
     """Return the fp32 scalars of step number `step` (the first is 1), for any device that repeats the arithmetic.
 
-    `decay` is 1 - lr * weight_decay when decoupled and 1 otherwise.
+    `decay` is 1 - lr * weight_decay when decoupled and 1 otherwise. Raises ConfigError for a step below 1, and where a
+    scalar overflows fp32.
     """
     if step < 1:
         raise ConfigError("step", step, "allowed integers >= 1")

@@ -10,7 +10,10 @@ from offloadzero.kernel_arguments.scalars import StepScalars, check_at_least_0, 
 
 @dataclass(frozen=True)
 class LionHyper:
-    """Hyperparameters of one Lion step (Chen et al. 2023, arXiv 2302.06675); weight decay is decoupled."""
+    """Hyperparameters of one Lion step (Chen et al. 2023, arXiv 2302.06675); weight decay is decoupled.
+
+    Raises ConfigError for one that is negative or not finite, and for a beta outside of [0, 1).
+    """
 
     lr: float
     beta1: float
@@ -26,7 +29,7 @@ class LionHyper:
                 raise ConfigError(name, value, "allowed numbers in [0, 1)")
 
     def scalars(self, *, grad_scale: float = 1.0) -> StepScalars:
-        """Return the fp32 scalars of a step."""
+        """Return the fp32 scalars of a step. Raises ConfigError where one overflows."""
         decay = 1.0 - self.lr * self.weight_decay
         exact = (
             grad_scale,

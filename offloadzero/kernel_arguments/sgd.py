@@ -10,7 +10,10 @@ from offloadzero.kernel_arguments.scalars import StepScalars, check_at_least_0, 
 
 @dataclass(frozen=True)
 class SgdHyper:
-    """Hyperparameters of one step of SGD as torch.optim.SGD does it; `weight_decay` is added to the gradient (L2)."""
+    """Hyperparameters of one step of SGD as torch.optim.SGD does it; `weight_decay` is added to the gradient (L2).
+
+    Raises ConfigError for one that is negative or not finite, and for `nesterov` without momentum or with dampening.
+    """
 
     lr: float
     momentum: float
@@ -25,7 +28,10 @@ class SgdHyper:
             raise ConfigError("nesterov", True, "needs a momentum above 0 and a dampening of 0")
 
     def scalars(self, *, step: int, grad_scale: float = 1.0) -> StepScalars:
-        """Return the fp32 scalars of step number `step`, from 1: the first gradient is not dampened."""
+        """Return the fp32 scalars of step number `step`, from 1: the first gradient is not dampened.
+
+        Raises ConfigError for a step below 1, and where a scalar overflows.
+        """
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")
         exact = (

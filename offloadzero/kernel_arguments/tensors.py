@@ -39,14 +39,14 @@ def address(name: str, tensor: Tensor, num_elements: int) -> int:
 
 
 def typed_address(name: str, tensor: Tensor, num_elements: int, dtype: torch.dtype) -> int:
-    """Return the `address` of a tensor, which must have that dtype."""
+    """Return the `address` of a tensor; raises ConfigError for one of another dtype, too."""
     if tensor.dtype != dtype:
         raise ConfigError(name, describe(tensor), f"must be {dtype}")
     return address(name, tensor, num_elements)
 
 
 def float_code(name: str, tensor: Tensor) -> int:
-    """The kernels' number of a floating-point dtype."""
+    """The kernels' number of a tensor's dtype; raises ConfigError for any but bf16, fp16 and fp32."""
     code = DTYPE_CODE.get(tensor.dtype)
     if code is None:
         raise ConfigError(name, describe(tensor), "allowed torch.bfloat16, torch.float16, torch.float32")
@@ -54,7 +54,7 @@ def float_code(name: str, tensor: Tensor) -> int:
 
 
 def layout_code(param: Tensor, master: Tensor | None) -> int:
-    """The kernels' number of a parameter with its master."""
+    """The kernels' number of a parameter with its master; raises ConfigError for dtypes that do not go together."""
     layout = LAYOUT_CODE.get((param.dtype, None if master is None else master.dtype))
     if layout is None:
         given = "no master" if master is None else f"a {master.dtype} master"

@@ -92,7 +92,7 @@ class Lease:
         return self._arena.buffer[self.offset : self.offset + self.num_bytes]
 
     def release(self) -> None:
-        """Give the slice back; it must not be touched afterwards."""
+        """Give the slice back; it must not be touched afterwards. Raises StateError the second time."""
         if self._released:
             raise StateError(f"lease {self.label} was released twice")
         self._released = True
@@ -246,7 +246,7 @@ class BufferPool:
         return len(self._free)
 
     def take_within(self, wait_s: float) -> PooledBuffer | None:
-        """Take a free buffer; None where none is given back for so long."""
+        """Take a free buffer; None where none is given back for so long. Raises the engine's failure as `take` does."""
         until_s = time.monotonic() + wait_s
         while (buffer := self.try_take()) is None:
             if not self._wait_given() and self._failures.first is not None:

@@ -256,7 +256,10 @@ class CudaDevice(StreamDevice):
         return event
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
-        """Pin with cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two."""
+        """Pin with cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two.
+
+        Raises OffloadError where the system does not lock so much.
+        """
         if buffer.numel():
             begun_s = time.perf_counter()
             populate(buffer, num_threads=len(os.sched_getaffinity(0)))
@@ -278,7 +281,7 @@ class CudaDevice(StreamDevice):
             )
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """Unpin with cudaHostUnregister."""
+        """Unpin with cudaHostUnregister. Raises OffloadError where that fails."""
         if buffer.numel():
             with torch.cuda.device(self.torch_device):
                 status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

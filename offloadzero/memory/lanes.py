@@ -154,7 +154,7 @@ class Lane:
         self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = NO_FENCE, label: str = "copy"
     ) -> LaneTicket:
         """Run `task` once every ticket of `after` is done and, on the stream, behind `fence`.
-        `label` names the task's copies on the timeline.
+        `label` names the task's copies on the timeline. Raises StateError where the lane is closed.
         """
         if self._closed:
             raise StateError(f"{label}: the engine of this model is closed (lane {self.name})")

@@ -201,7 +201,10 @@ class NvmeTier:
                 backing.preallocate(per_file, gap=gap)
 
     def reserve(self, extents: Iterable[Extent], *, waiting: Mapping[int, int]) -> None:
-        """Reserve the space of `extents` and all behind them, and of the rest all but the bytes still `waiting`."""
+        """Reserve the space of `extents` and all behind them, and of the rest all but the bytes still `waiting`.
+
+        Raises BudgetError when a filesystem has no room.
+        """
         first = min((extent.offset for extent in extents), default=self.num_bytes)
         for index, (backing, gap) in enumerate(zip(self._files, self._gaps(waiting), strict=True)):
             with _room_for(backing.gap, backing.path.parent, gap):
@@ -257,7 +260,7 @@ class NvmeTier:
             self.engine.unregister_buffer(buffer)
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Extent:
-        """Allocate the next bytes of the files, rounded up to whole blocks."""
+        """Allocate the next bytes of the files, rounded up to whole blocks. Raises BudgetError past those reserved."""
         size = align_up(num_elements * dtype.itemsize)
         if self._next_offset + size > self.num_bytes:
             raise BudgetError(f"{label}: {size:,} bytes past the {self.num_bytes:,} bytes reserved on nvme")
@@ -275,7 +278,7 @@ class NvmeTier:
     def read(
         self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Fill `target` (host, contiguous) from element `start` of the home on."""
+        """Fill `target` (host, contiguous) from element `start` of the home on. Raises AioError past its end."""
         data = target.view(torch.uint8)
         begin = self._begin("read", home, start, data.numel())
         transfers = self._transfers(home.label, priority)
@@ -286,7 +289,7 @@ class NvmeTier:
     def write(
         self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Write `source` (host, contiguous) at element `start` of the home."""
+        """Write `source` (host, contiguous) at element `start` of the home. Raises AioError past its end."""
         data = source.view(torch.uint8)
         begin = self._begin("write", home, start, data.numel())
         transfers = self._transfers(home.label, priority)

@@ -131,7 +131,7 @@ class AllOf:
         self.tickets = tuple(tickets)
 
     def wait(self) -> None:
-        """Block until all are done."""
+        """Block until all are done; raise the first failure."""
         failure: BaseException | None = None
         for ticket in self.tickets:
             try:
@@ -168,7 +168,7 @@ class Promise:
         self._latch.set()
 
     def wait_fulfilled(self) -> None:
-        """Block until fulfilled, but not for the tickets that the work was handed on to."""
+        """Block until fulfilled, or raise what made it fail; not for the tickets that the work was handed on to."""
         self._latch.wait()
         if self._error is not None:
             raise self._error

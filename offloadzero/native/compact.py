@@ -40,7 +40,8 @@ def compact_adam_step(
 
     `grad` is bf16, fp16 or fp32 and is multiplied by `grad_scale` first; `step` counts from 1, and the rounding of the
     moments depends on it ([Note: dithered codes]). The tensors must not overlap. Returns None, or with `grad_check`
-    the squared norm of the gradient before `grad_scale`.
+    the squared norm of the gradient before `grad_scale`. Raises ConfigError for a tensor that does not fit, and as
+    `adam_scalars` does.
     """
     arguments = (
         float_code("grad", grad),
@@ -74,7 +75,10 @@ def compact_encode(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> None:
-    """Write fp32 master weights and moments (three tensors of n elements) as a compact record."""
+    """Write fp32 master weights and moments (three tensors of n elements) as a compact record.
+
+    Raises ConfigError for a tensor that does not fit.
+    """
     num_elements = param.numel()
     _kernels.compact_encode(
         _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
@@ -98,7 +102,10 @@ def compact_decode(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> None:
-    """Write the fp32 master weights and moments that a compact record stands for."""
+    """Write the fp32 master weights and moments that a compact record stands for.
+
+    Raises ConfigError for a tensor that does not fit.
+    """
     num_elements = param.numel()
     _kernels.compact_decode(
         _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),

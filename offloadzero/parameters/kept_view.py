@@ -47,6 +47,7 @@ def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
     """Turn `tensor`, which looks at the memory of `param` from `byte_offset` on, into a view of the parameter.
 
     For operations that do not look at the class (autograd's own, in C++) it holds a copy of the present value.
+    Raises StateError for a view that goes beyond the parameter's end.
     """
     weight = weight_of(param)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

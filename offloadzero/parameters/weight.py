@@ -387,7 +387,7 @@ class KeptView(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The value, without a graph."""
+        """The value, without a graph. Raises StateError when it is assigned."""
         return kept_value(self).detach()
 
     @data.setter

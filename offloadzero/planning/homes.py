@@ -66,7 +66,10 @@ def _is_for(rule: PlacementRule, record: Record) -> bool:
 
 
 def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:
-    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names."""
+    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names.
+
+    Raises ConfigError for a state that the record's optimizer does not have.
+    """
     spec = record.spec
     known = {*spec.kinds, SegmentKind.STATES}
     for kind, tier in rule.tiers.items():

@@ -187,7 +187,7 @@ def updates_in_backward(config: OffloadConfig) -> bool:
     """Whether a record may be updated before backward has ended, with the numbers of a blocking step.
 
     Clipping needs the global norm first, and fp16 and `on_nonfinite: skip` must know that every gradient is
-    finite before any state changes.
+    finite before any state changes. Raises ConfigError where it is asked for, and may not be.
     """
     reasons = {
         "gradient_clipping": bool(config.gradient_clipping),

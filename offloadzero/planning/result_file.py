@@ -60,7 +60,7 @@ def load_json(
 
 
 class Reader:
-    """Reads the numbers of an object in JSON; its errors have dotted names."""
+    """Reads the numbers of an object in JSON. A value of another kind raises ConfigError with the dotted name."""
 
     def __init__(self, name: str, value: Mapping[str, Any]) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class Reader:
                 raise ConfigError(f"{self.name}.{name}", self.value[name], "no such entry", known_keys=known)
 
     def table(self, name: str) -> Reader:
-        """Return an object; an empty one where it is absent."""
+        """Return an object; an empty one where it is absent. Raises ConfigError for anything else."""
         found = self.value.get(name)
         if found is None:
             found = {}
@@ -82,7 +82,7 @@ class Reader:
         return Reader(f"{self.name}.{name}", found)
 
     def number(self, name: str) -> float | None:
-        """Return a positive number, or None: not known."""
+        """Return a positive number, or None: not known. Raises ConfigError for anything else."""
         found = self.value.get(name)
         if found is None:
             return None
@@ -96,7 +96,7 @@ class Reader:
         return float(found)
 
     def count(self, name: str) -> int | None:
-        """Return a whole number, 0 included, or None."""
+        """Return a whole number, 0 included, or None. Raises ConfigError for anything else."""
         found = self.value.get(name)
         if found is None:
             return None
@@ -105,7 +105,7 @@ class Reader:
         return found
 
     def required(self, name: str) -> float:
-        """Return a positive number that must be there."""
+        """Return a positive number. Raises ConfigError for anything else, and where it is absent."""
         found = self.number(name)
         if found is None:
             raise ConfigError(f"{self.name}.{name}", None, "a positive number")

@@ -24,7 +24,8 @@ STATE_BYTES = 12  # fp32 master weight, two fp32 moments
 def state_bytes(num_trained: float, *, stage: int, num_ranks: int, num_frozen: float = 0) -> float:
     """Return the bytes of parameters, gradients and optimizer states that one rank holds by ZeRO's formulas.
 
-    `num_trained` parameters have all three, `num_frozen` ones are parameters alone.
+    `num_trained` parameters have all three, `num_frozen` ones are parameters alone. Raises ConfigError for a stage that
+    does not exist.
     """
     if stage not in STAGES:
         raise ConfigError("zero_optimization.stage", stage, "0, 1, 2 or 3")

@@ -406,7 +406,7 @@ def make_ranks(
     reduces_codes: bool = False,
     divides_inputs: bool = False,
 ) -> Ranks:
-    """Join the ranks of torch's default process group. All of them call this in the same order.
+    """Join the ranks of torch's default process group, all in one order. Raises ConfigError where their groups misfit.
 
     Args:
         mesh: this rank's place where only some ranks train the same part of the model.
@@ -470,8 +470,8 @@ def make_building_channel(members: Sequence[int] | None) -> Channel:
     Args:
         members: the ranks that have the same part of the model, this one among them; None: all.
 
-    Raises:
-        RankError: a rank has not come, is gone, or is about to start something else.
+    Raises RankError where a rank has not come, is gone, or is about to start something else; ConfigError unless each
+    is in one of the groups that they name.
     """
     world = ShardSpec(dist.get_rank(), dist.get_world_size())
     channels = _Channels(world, "zero.Init")

@@ -124,7 +124,7 @@ class GradientCollector:
         """Take the gradient that backward has put into a parameter's `grad`, and put a tensor there that stands for it.
 
         The parameter is given by the numbers of its record and of its slot there. Returns the record's gradient if this
-        one was its last.
+        one was its last. Raises StateError where the weights are updated in backward and it comes a second time.
         """
         handle, state = self._handles[index][number], self._gradients[index]
         in_graph: Tensor | None = None  # in the graph of an earlier backward, where it stays

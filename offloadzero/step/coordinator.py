@@ -189,7 +189,8 @@ class StepCoordinator:
     def begin_backward(self, index: int, number: int) -> None:
         """Begin a backward, or one inside of it, whose first gradient is in its parameter's `grad`.
 
-        The parameter is given by the numbers of its record and of its slot there.
+        The parameter is given by the numbers of its record and of its slot there. Raises StateError where none may
+        begin: `step()` has to come first, or an earlier one did not finish.
         """
         with DisableTorchFunctionSubclass():
             first = self._window.set_aside(index, number)
@@ -384,7 +385,11 @@ class StepCoordinator:
     # --- step ---
 
     def step(self) -> None:
-        """Apply the window's gradients: [Note: two ways to step]."""
+        """Apply the window's gradients: [Note: two ways to step].
+
+        Raises what has failed before, and StateError where a backward did not finish, a parameter without states is to
+        be trained, or options or gradients have changed since a backward that has updated the weights.
+        """
         self._failures.check()
         self.expect_whole()
         self._window.expect_frozen()
@@ -435,7 +440,10 @@ class StepCoordinator:
         return step
 
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
-        """Drop the gradients, or make them zero (`optimizer.zero_grad()`)."""
+        """Drop the gradients, or make them zero (`optimizer.zero_grad()`).
+
+        Raises StateError where a backward has updated weights, all or some, and what has failed and was not raised yet.
+        """
         with uninterrupted:
             self._failures.check_readable()
             self._expect_droppable()

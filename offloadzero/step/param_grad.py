@@ -59,7 +59,7 @@ class Contribution(NamedTuple):
 
 
 class ParamGradient:
-    """The gradient of one parameter until it is dropped: a GradientSource.
+    """The gradient of one parameter until it is dropped: a GradientSource. Later reads and writes raise StateError.
 
     It holds neither parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
     """
@@ -222,7 +222,10 @@ class _AtEnd:
 
 
 class GradientAccess:
-    """Reads and writes gradients of single parameters: [Note: the life of param.grad]."""
+    """Reads and writes gradients of single parameters: [Note: the life of param.grad].
+
+    The calls from `param.grad` raise StateError for a gradient that is lost, or gone with an update in backward.
+    """
 
     def __init__(
         self,

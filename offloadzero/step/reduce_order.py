@@ -40,7 +40,10 @@ class ReduceOrder:
         self._complete.clear()
 
     def complete(self, record: int, name: str) -> list[int]:
-        """Note that a record's gradient is complete; return the records that are reduced now."""
+        """Note that a record's gradient is complete; return the records that are reduced now.
+
+        Raises StateError where it is complete already in this backward.
+        """
         if record in self._complete:
             raise StateError(
                 f"{name} gets its gradients a second time in one backward (a reentrant checkpoint around a shared "

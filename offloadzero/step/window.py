@@ -108,7 +108,7 @@ class GradientWindow:
         return SetAside(self.handles[index][number])
 
     def settle(self) -> None:
-        """Bring assigned gradients home before the step, and leave dropped ones out."""
+        """Bring assigned gradients home before the step, and leave dropped ones out. StateError for a lost one."""
         others = []
         for change in self._changed():
             if change.handle.is_own(change.grad):

@@ -157,7 +157,8 @@ class Executor:
     def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
         """Begin the forward of a site that needs `indices`; its parameters are ordinary ones until `leave_forward`.
 
-        An error leaves everything as it was. The call must not be interrupted.
+        An error leaves everything as it was. The call must not be interrupted. Raises StateError while another thread
+        is in a forward, and for a unit that backward has updated before `step()`.
         """
         if not self._num_forwards:
             self._forward_thread = threading.get_ident()
@@ -214,7 +215,7 @@ class Executor:
             unit.enter_forward()
 
     def unpin(self, index: int) -> None:
-        """End a `pin`."""
+        """End a `pin`. Raises StateError without one."""
         if self.pins[index] < 1:
             raise StateError(f"{self.units[index].record.name} is not pinned")
         self.pins[index] -= 1

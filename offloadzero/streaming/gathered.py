@@ -385,17 +385,23 @@ class GatheredWeights(WeightAccess):
     # --- gradients, which are read elsewhere ---
 
     def announce_gradient(self, record: Record, slot: ParamSlot) -> None:
-        """Tell the others that a gradient is read next: [Note: ranks say what they read]."""
+        """Tell the others that a gradient is read next: [Note: ranks say what they read].
+
+        Raises StateError on all ranks unless all of them read it.
+        """
         with self._clock.waiting("gradient access"), self._store.failures.handed_over():
             self._say(record.index, slot.index, len(record.spec.kinds))
 
     def announce_gradient_norms(self, num_records: int) -> None:
-        """Tell the others that the norms of so many units' gradients are read next."""
+        """Tell the others that the norms of so many units' gradients are read next. Raises StateError unless all do."""
         with self._clock.waiting("gradient access"), self._store.failures.handed_over():
             self._say(_NORMS, num_records)
 
     def announce_load(self) -> None:
-        """Tell the others that a checkpoint is loaded next: what is agreed on then has the sizes of nothing else."""
+        """Tell the others that a checkpoint is loaded next: what is agreed on then has the sizes of nothing else.
+
+        Raises StateError on all ranks unless all of them do.
+        """
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._say(_LOADS)
 

@@ -120,7 +120,10 @@ class GatheredBlock:
         return left
 
     def commit(self, indices: Collection[int] | None = None) -> None:
-        """Write what was written into the parameters of these records, None: of all, before a forward uses them."""
+        """Write what was written into the parameters of these records, None: of all, before a forward uses them.
+
+        Raises ConfigError, StateError as `leave` does.
+        """
         if self.modifier_rank is not None:
             self._weights.meet(BlockAct.COMPUTES, self)
             _expect_none_stale(self._stale())

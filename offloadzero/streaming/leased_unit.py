@@ -238,7 +238,10 @@ class LeasedUnit:
         self.shown_at = self.address
 
     def show_copy(self, place: int) -> None:
-        """Point the parameter of slot `place` at a copy of its own until the unit is shown elsewhere."""
+        """Point the parameter of slot `place` at a copy of its own until the unit is shown elsewhere.
+
+        Raises StateError where the unit is not on the device.
+        """
         if self.flat is None:
             raise StateError(f"{self.record.name} is not on the device")
         with DisableTorchFunctionSubclass():
@@ -288,7 +291,10 @@ class LeasedUnit:
         return self.views is not None and self.views.num_holders() > len(self.params) - len(self.gathered)
 
     def give_up(self, views: UnitViews) -> None:
-        """Give up the memory of the unit's former `views`, which has holders: tensors over it become kept views."""
+        """Give up the memory of the unit's former `views`, which has holders: tensors over it become kept views.
+
+        Raises StateError where something that is no Python tensor holds it.
+        """
         for tensor in views.holders():
             self._keep(tensor, views)
         if views.num_holders() and show_frozen():

@@ -63,7 +63,10 @@ class SavedWeights:
         return low <= tensor.data_ptr() < high
 
     def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
-        """Make a handle for a tensor that is a weight; `address` is its `data_ptr()`."""
+        """Make a handle for a tensor that is a weight; `address` is its `data_ptr()`.
+
+        Raises StateError where no unit lies there any more.
+        """
         unit = self._units[self._residency.current]  # most likely
         if (
             not 0 <= address - unit.address < unit.num_bytes
@@ -87,7 +90,8 @@ class SavedWeights:
     def load(self, saved: SavedWeight, *, may_recompute: bool = False) -> torch.Tensor:
         """Return the weight that `saved` stands for, fetched again if need be: [Note: weights that find no room].
 
-        `may_recompute`: forwards may run before the operation that needs the weight.
+        `may_recompute`: forwards may run before the operation that needs the weight. Raises StateError where the weight
+        has changed since it was saved.
         """
         index = saved.unit
         unit, view = self._units[index], saved.view

@@ -75,7 +75,8 @@ class UnitLeases:
     def lease_on_demand(self, unit: LeasedUnit, *, ends_guards: bool) -> Lease:
         """Return a lease for a unit that is used now.
 
-        `ends_guards`: a forward begins, so parameters read outside of forwards have been used.
+        `ends_guards`: a forward begins, so parameters read outside of forwards have been used. Raises BudgetError where
+        all leases are in use.
         """
         name, size = unit.record.name, unit.num_bytes
         while (lease := self._try_lease(unit)) is None:
@@ -125,7 +126,7 @@ class UnitLeases:
         unit.arrive(stream)
 
     def wait_arrived(self, unit: LeasedUnit) -> None:
-        """Block until nothing writes the unit's lease."""
+        """Block until nothing writes the unit's lease. Raises StateError in the forward of its module."""
         if unit.residency is HOME:
             return
         if self._residency.pins[unit.record.index]:

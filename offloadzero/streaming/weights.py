@@ -105,7 +105,10 @@ class WeightAccess:
         return device_math.join_master(param, self._read(record, slot, SegmentKind.MASTER))
 
     def write(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
-        """Set the parameter and its master; fp32 values keep all their bits."""
+        """Set the parameter and its master; fp32 values keep all their bits.
+
+        Raises ConfigError for another number of elements.
+        """
         if value.numel() != slot.num_elements:  # torch would broadcast a single one
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
         segment = record.segments.get(SegmentKind.MASTER)
@@ -275,7 +278,10 @@ class WeightAccess:
         return values.view(slot.shape)
 
     def write_state(self, record: Record, slot: ParamSlot, kind: SegmentKind, value: torch.Tensor) -> None:
-        """Set a state of the optimizer; the compact layout rounds it."""
+        """Set a state of the optimizer; the compact layout rounds it.
+
+        Raises ConfigError for another number of elements, and for a frozen parameter.
+        """
         flat = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
         if flat.numel() != slot.num_elements:
             raise ConfigError(f"{slot.name}.{kind}", tuple(value.shape), f"shape {tuple(slot.shape)}")
@@ -318,7 +324,10 @@ class WeightAccess:
     def write_codes(
         self, record: Record, slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]
     ) -> None:
-        """Set all states to a result of `read_codes`, of this run or of one in either layout."""
+        """Set all states to a result of `read_codes`, of this run or of one in either layout.
+
+        Raises ConfigError for codes of another dtype or shape.
+        """
         expect_codes(slot, codes, values)
         flat = {kind: values[name].reshape(-1) for name, kind, _, _ in codes.specs(slot.shape)}
         if record.codes is None:
@@ -439,7 +448,7 @@ class SlotWeight:
         return self._alias.of(self)
 
     def assign(self, value: torch.Tensor) -> None:
-        """Do `param.data = value`, with the same shape, dtype and device."""
+        """Do `param.data = value`. Raises ConfigError for another shape, dtype or device."""
         if self._alias.stands_for(value):
             return
         expect_alike(self.name, value, shape=self.shape, dtype=self.dtype)

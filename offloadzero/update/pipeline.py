@@ -132,7 +132,7 @@ class UpdatePipeline:
     def submit(self, work: _Work) -> None:
         """Queue an update, or a call that runs on the pipeline's thread between updates.
 
-        The updates that a call returns come before all others.
+        The updates that a call returns come before all others. Raises StateError where the pipeline is closed.
         """
         if self._closing:
             raise StateError("the engine of this model is closed: it updates nothing any more")
