@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offloadzero.config.batch import resolve_batch
+from offloadzero.config.parse import MAX_COUNT, read_int
 from offloadzero.config.schema import BatchConfig
 from offloadzero.errors import ConfigError, StateError
 
@@ -95,10 +96,12 @@ class Accumulation:
         if micro is None:
             key = "train_micro_batch_size_per_gpu"
             raise ConfigError(key, None, "set_train_batch_size() needs it in the config")
+        size = read_int("train_batch_size", size, minimum=1, maximum=MAX_COUNT)
         self._set(resolve_batch(size, micro, None, world_size=self._world_size), global_steps)
 
     def set_micro_batch_size(self, size: int, *, global_steps: int) -> None:
         """Change the micro batch; accumulation steps stay as they are. Raises ConfigError, StateError."""
+        size = read_int("train_micro_batch_size_per_gpu", size, minimum=1, maximum=MAX_COUNT)
         self._set(resolve_batch(None, size, self.num_steps, world_size=self._world_size), global_steps)
 
     def _set(self, batch: BatchConfig, global_steps: int) -> None:

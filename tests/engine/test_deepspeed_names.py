@@ -407,6 +407,20 @@ def test_batch_sizes_that_cannot_be_set() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("size", [0, -2, 2.5, "x", None, True, 1 << 40], ids=repr)
+def test_what_is_no_batch_size_is_refused_and_changes_nothing(size: Any) -> None:
+    engine = make_engine(config(), make_model())
+    train(engine, num_steps=1)
+    with pytest.raises(ConfigError, match=r"train_batch_size = .*a whole number"):
+        engine.set_train_batch_size(size)
+    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu = .*a whole number"):
+        engine.set_train_micro_batch_size(size)
+    assert (engine.get_batch_info(), engine.global_samples) == ((2, 2, 1), 2)
+    engine.set_train_micro_batch_size(4)
+    assert engine.get_batch_info() == (4, 4, 1)
+    engine.close()
+
+
 def test_accumulation_needs_gradients_that_are_kept() -> None:
     """With one micro batch per step the update may run in backward, and then there is nothing to add to."""
     engine = make_engine(config(update={"in_backward": True}), make_model())
