@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
+from typing import SupportsIndex
 
 from offloadzero.config.batch import resolve_batch
 from offloadzero.config.parse import MAX_COUNT, read_int
@@ -96,12 +98,12 @@ class Accumulation:
         if micro is None:
             key = "train_micro_batch_size_per_gpu"
             raise ConfigError(key, None, "set_train_batch_size() needs it in the config")
-        size = read_int("train_batch_size", size, minimum=1, maximum=MAX_COUNT)
+        size = _read_size("train_batch_size", size)
         self._set(resolve_batch(size, micro, None, world_size=self._world_size), global_steps)
 
     def set_micro_batch_size(self, size: int, *, global_steps: int) -> None:
         """Change the micro batch; accumulation steps stay as they are. Raises ConfigError, StateError."""
-        size = read_int("train_micro_batch_size_per_gpu", size, minimum=1, maximum=MAX_COUNT)
+        size = _read_size("train_micro_batch_size_per_gpu", size)
         self._set(resolve_batch(None, size, self.num_steps, world_size=self._world_size), global_steps)
 
     def _set(self, batch: BatchConfig, global_steps: int) -> None:
@@ -117,3 +119,10 @@ class Accumulation:
             )
         self._samples_before, self._steps_before = self.num_samples(global_steps), global_steps
         self.batch = replace(batch, managed=self.batch.managed)
+
+
+def _read_size(key: str, size: object) -> int:
+    """Read a number of samples, which may be numpy's."""
+    if isinstance(size, SupportsIndex) and not isinstance(size, bool):
+        size = operator.index(size)
+    return read_int(key, size, minimum=1, maximum=MAX_COUNT)

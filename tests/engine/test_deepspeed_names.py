@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -416,7 +417,7 @@ def test_what_is_no_batch_size_is_refused_and_changes_nothing(size: Any) -> None
     with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu = .*a whole number"):
         engine.set_train_micro_batch_size(size)
     assert (engine.get_batch_info(), engine.global_samples) == ((2, 2, 1), 2)
-    engine.set_train_micro_batch_size(4)
+    engine.set_train_micro_batch_size(np.int64(4))
     assert engine.get_batch_info() == (4, 4, 1)
     engine.close()
 
