@@ -420,7 +420,7 @@ class StepCoordinator:
         self._jobs = {}
         self._executor.close_updates()
         if jobs:
-            self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)])
+            self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)], before=self._last.decided)
         else:
             self._last = self._step_at_once(
                 account, [self._make_job(gradient, account) for gradient in gradients]
@@ -434,7 +434,7 @@ class StepCoordinator:
         for job in jobs:
             self._executor.begin_update(job.record.index, job.ticket)
         order = self._executor.step_order([job.record.index for job in jobs])
-        step = StepJobs(account, jobs, reads=reads, order=order or None)
+        step = StepJobs(account, jobs, before=self._last.decided, reads=reads, order=order or None)
         if jobs:
             self._pipeline.submit(functools.partial(self._decider.decide, step))
         return step

@@ -82,12 +82,14 @@ class StepJobs:
         account: Account,
         jobs: Sequence[UpdateJob] = (),
         *,
+        before: Ticket = FINISHED,
         reads: Ticket = FINISHED,
         order: Sequence[int] | None = None,
     ) -> None:
         """Take the jobs of a step.
 
         Args:
+            before: done when the step before has been decided: a step with nothing to decide comes after it.
             reads: done when the weights before the step have been read.
             order: of the records, in which they are updated if all of them are; None: nothing is left to decide.
         """
@@ -97,7 +99,7 @@ class StepJobs:
         self._order = order or ()
         self.decided = Promise()
         if order is None:
-            self.decided.fulfil()
+            self.decided.fulfil(unfinished(before))
         self.decision: StepDecision | None = None  # None: each job was decided by itself, as it landed
 
     def decide(self, decision: StepDecision) -> None:

@@ -410,7 +410,9 @@ class ReducingCoordinator(StepCoordinator):
             self._ranks.writes.value,
         )
         is_decided = not jobs and self._ranks.across is None and not has_edited
-        step = StepJobs(account, jobs, reads=reads, order=None if is_decided else order)
+        step = StepJobs(
+            account, jobs, before=self._last.decided, reads=reads, order=None if is_decided else order
+        )
         if not is_decided:
             self._decider.note_writes(account)
             self._ranks.steps.note(account.step)

@@ -12,8 +12,9 @@ import torch
 import offloadzero
 from offloadzero.errors import NonFiniteError, StateError
 from tests.streaming.loops import NUM_STEPS, take_inputs
+from tests.support.faults import delays
 from tests.support.models import Stack, features
-from tests.support.training import assert_same, make_config, run_engine, snapshot
+from tests.support.training import Outcome, assert_same, make_config, run_engine, snapshot
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
@@ -50,6 +51,53 @@ def test_overflow_skips_the_step(placement: str, tmp_path: Path) -> None:
     assert engine.get_lr() != rate
     assert not torch.equal(engine.module.state_dict()["out.weight"], before.weights["out.weight"])
     engine.close()
+
+
+def step_over_nothing(directory: Path) -> offloadzero.Engine:
+    """An engine whose first step overflows, and whose second one has no gradients."""
+    scale = {"loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1}
+    config = make_config("resident", directory, dtype="fp16", fp16=scale)
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+    engine.backward(loss_of_block(engine, 0) * 1e6)
+    engine.step()
+    engine.step()
+    return engine
+
+
+def loss_of_block(engine: offloadzero.Engine, number: int) -> torch.Tensor:
+    """A loss that uses the weights of one block only."""
+    return engine.module.blocks[number](features(0).half()).float().pow(2).mean()
+
+
+def test_a_step_without_gradients_comes_after_the_decision_over_the_one_before(tmp_path: Path) -> None:
+    """Its own is known at once: the scale and the number of skipped steps wait for the earlier one all the same."""
+    with delays("decider.decide", 0.3):
+        engine = step_over_nothing(tmp_path)
+        assert engine.loss_scale == 128.0
+        engine.close()
+        engine = step_over_nothing(tmp_path)
+        assert (engine.skipped_steps, engine.global_steps) == (1, 2)
+        engine.close()
+
+
+def test_what_is_scaled_after_a_step_without_gradients_is_unscaled_alike(tmp_path: Path) -> None:
+    """A forward over other units waits for no update of the step that overflows."""
+
+    def train() -> tuple[float, Outcome]:
+        engine = step_over_nothing(tmp_path)
+        engine.backward(loss_of_block(engine, 1))
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        outcome = snapshot(engine, [])
+        engine.close()
+        return norm, outcome
+
+    at_once = train()
+    with delays("decider.decide", 0.3):
+        later = train()
+    assert later[0] == at_once[0] > 0.0
+    assert_same(later[1], at_once[1])
 
 
 def test_training_over_overflows_is_the_same_everywhere(tmp_path: Path) -> None:
