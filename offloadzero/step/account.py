@@ -39,6 +39,7 @@ class Account:
     hypers: Hypers = ()
     applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
     refused: OffloadError | None = None  # the error for which backward updates no more units
+    is_closed: bool = False  # step() has come after the backward that updates
 
     def note_applied(self, name: str) -> None:
         """Note that backward updates the unit of that name."""

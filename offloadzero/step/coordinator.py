@@ -420,6 +420,7 @@ class StepCoordinator:
         self._jobs = {}
         self._executor.close_updates()
         if jobs:
+            account.is_closed = True
             self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)], before=self._last.decided)
         else:
             self._last = self._step_at_once(
@@ -470,8 +471,8 @@ class StepCoordinator:
                     "gradients"
                 )
             return
-        if self._last.account is self._accounts.stopped and self._last.jobs and self._last.decision is None:
-            self._decider.count_skip()  # step() had closed the step
+        if self._accounts.stopped.is_closed:
+            self._decider.count_skip()
         self._failures.resolve()
 
     # --- results of decisions ---

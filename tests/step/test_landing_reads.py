@@ -106,6 +106,19 @@ def test_whether_a_step_was_applied_is_said_when_it_is_known(
                 engine.step()
 
 
+@pytest.mark.parametrize("num_empty", [0, 2])
+def test_a_step_that_is_refused_when_others_have_come_is_counted(
+    num_empty: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with backward_without_landing(tmp_path, monkeypatch, factor=math.inf) as (engine, _):
+        for _ in range(1 + num_empty):  # without gradients from the second on
+            engine.step()
+        with pytest.raises(NonFiniteError, match="nothing of it was applied"):
+            engine.optimizer.synchronize()
+        engine.zero_grad()
+        assert (engine.global_steps, engine.skipped_steps) == (1 + num_empty, 1)
+
+
 def test_a_checkpoint_is_loaded_over_updates_that_have_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
