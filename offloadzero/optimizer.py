@@ -221,7 +221,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.spec, defaults = _spec_and_defaults(origin, config)
         self.spec.expect_layout(config.state_layout)
         expect_rates(param_groups)
-        self.spec.hypers(param_groups, "optimizer")  # raises now what the first step would refuse
+        self._state_layout = config.state_layout
+        self.spec.hypers(
+            param_groups, "optimizer", state_layout=config.state_layout
+        )  # raises now what the first step would refuse
         check_parameters(model, param_groups)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
@@ -277,7 +280,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _current_hypers(self) -> list[Hyper]:
         self._members.expect_unchanged(self.param_groups, self._name_of)
-        return self.spec.hypers(self.param_groups, "optimizer")
+        return self.spec.hypers(self.param_groups, "optimizer", state_layout=self._state_layout)
 
     def _name_of(self, param_id: int) -> str | None:
         place = self.runtime.slots.get(param_id)
@@ -465,6 +468,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.param_groups,
             self._numbered(),
             spec=self.spec,
+            state_layout=self._state_layout,
             fixed_options=self.spec.fixed_options(self.origin),
         )
         load.apply(self.runtime.weights, self.param_groups)

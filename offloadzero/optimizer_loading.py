@@ -76,6 +76,7 @@ def plan_optimizer_load(
     numbered: Numbered,
     *,
     spec: AnySpec,
+    state_layout: str,
     fixed_options: Mapping[str, Any],
 ) -> OptimizerLoad:
     """Compare a state dict with an optimizer.
@@ -84,6 +85,7 @@ def plan_optimizer_load(
         groups: the param groups of the optimizer.
         numbered: the trainable parameters of the optimizer.
         spec: the spec of the optimizer.
+        state_layout: of its states.
         fixed_options: the options that every group keeps, whatever the dict says.
 
     Raises:
@@ -92,7 +94,9 @@ def plan_optimizer_load(
     missing = {"state", "param_groups"} - set(state_dict)
     if missing:
         raise ConfigError("state_dict", sorted(map(str, state_dict)), "the keys state and param_groups")
-    options = _options(state_dict["param_groups"], groups, spec=spec, fixed_options=fixed_options)
+    options = _options(state_dict["param_groups"], groups, fixed_options=fixed_options)
+    then = [{**group, **new} for group, new in zip(groups, options, strict=True)]
+    spec.hypers(then, "state_dict", state_layout=state_layout)
     keys = list(chain.from_iterable(saved["params"] for saved in state_dict["param_groups"]))
     states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
     loads = [
@@ -107,7 +111,6 @@ def _options(
     saved: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     *,
-    spec: AnySpec,
     fixed_options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     sizes = [len(group["params"]) for group in saved]
@@ -116,7 +119,6 @@ def _options(
         raise ConfigError("state_dict.param_groups", sizes, f"parameters per group here: {own_sizes}")
     options = [{key: value for key, value in group.items() if key != "params"} for group in saved]
     options = [{**one, **fixed_options} for one in options]
-    spec.hypers([{**group, **new} for group, new in zip(groups, options, strict=True)], "state_dict")
     return copy.deepcopy(options)
 
 

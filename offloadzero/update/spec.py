@@ -138,14 +138,20 @@ class OptimizerSpec(ABC, Generic[H]):
         Raises ConfigError for options that the update would not compute. `name` is the group's, for errors.
         """
 
-    def hypers(self, groups: Iterable[Mapping[str, Any]], owner: str) -> list[H]:
+    def hypers(self, groups: Iterable[Mapping[str, Any]], owner: str, *, state_layout: str) -> list[H]:
         """Return the hyperparameters of all groups. `owner` is whose they are, for errors."""
         found = []
         for index, group in enumerate(groups):
             name = f"{owner}.param_groups[{index}]"
             self.expect_options(group, name)
-            found.append(self.hyper(group, name))
+            hyper = self.hyper(group, name)
+            if state_layout == "compact":
+                self.expect_compact(hyper, name)
+            found.append(hyper)
         return found
+
+    def expect_compact(self, hyper: H, name: str) -> None:
+        """Refuse hyperparameters of the group called `name` with which compact states would be lost."""
 
     def expect_options(self, group: Mapping[str, Any], name: str) -> None:
         """Refuse options that the update would not compute."""

@@ -325,6 +325,43 @@ def test_records_of_other_dtypes_keep_the_fp32_layout() -> None:
     engine.close()
 
 
+def test_eps_0_with_l2_decay_is_refused_and_with_decoupled_decay_trained() -> None:
+    """The padding's update would be 0 / 0, its gradient then NaN by the decay, and with it the scale of its block."""
+
+    def engine_of(kind: type[torch.optim.Adam], **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).bfloat16()
+        optimizer = kind(model.parameters(), lr=0.01, eps=0.0, **options)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "offloadzero": {"device": "cpu", "placement": "host", "state_layout": "compact"},
+        }
+        return offloadzero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.param_groups\[0\]\.eps = 0\.0: above 0 with weight_decay of Adam"
+    ):
+        engine_of(torch.optim.Adam, weight_decay=0.1)
+    for engine in (engine_of(torch.optim.AdamW, weight_decay=0.1), engine_of(torch.optim.Adam)):
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum())
+            engine.step()
+        assert all(param.isfinite().all() for param in engine.module.state_dict().values())
+        if engine.optimizer.param_groups[0]["decoupled_weight_decay"]:
+            engine.close()
+            continue
+        (saved,) = engine.optimizer.state_dict()["param_groups"]
+        saved["weight_decay"] = 0.1
+        with pytest.raises(ConfigError, match=r"state_dict\.param_groups\[0\]\.eps = 0\.0"):
+            engine.optimizer.load_state_dict({**engine.optimizer.state_dict(), "param_groups": [saved]})
+        engine.optimizer.param_groups[0]["weight_decay"] = 0.1
+        engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().sum())
+        with pytest.raises(ConfigError, match=r"optimizer\.param_groups\[0\]\.eps = 0\.0"):
+            engine.step()
+        engine.close()
+
+
 # --- checkpoints ---
 
 

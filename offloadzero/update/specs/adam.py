@@ -85,6 +85,15 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
             bias_correction=bool(group.get("bias_correction", True)),
         )
 
+    def expect_compact(self, hyper: AdamHyper, name: str) -> None:
+        """Refuse `eps` 0 with L2 decay: the padding's 0 / 0 would come into its gradient, and so into a block's scale.
+
+        A block belongs to one parameter, whose elements it has beside the padding.
+        """
+        if not hyper.eps and hyper.weight_decay and not hyper.decoupled:
+            allowed = 'above 0 with weight_decay of Adam and "offloadzero": {"state_layout": "compact"}'
+            raise ConfigError(f"{name}.eps", hyper.eps, allowed)
+
     def default_options(self, origin: torch.optim.Optimizer) -> dict[str, Any]:
         """The kind of weight decay, which torch keeps in the class; here the group must have it."""
         return {"decoupled_weight_decay": isinstance(origin, torch.optim.AdamW)}
