@@ -170,7 +170,9 @@ _OPTIMIZER: dict[str, KeySpec] = {
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     "lr": _use("learning rate, at least 0; 1e-3 (Adagrad: 1e-2) when absent", auto_is_absent=False),
     "betas": _use("Adam, Lion: two numbers in [0, 1); 0.9, 0.999 when absent"),
-    "eps": _use("Adam, Adagrad: at least 0; 1e-8 (Adagrad: 1e-10) when absent"),
+    "eps": _use(
+        "Adam, Adagrad: at least 0 (above it for Adam's L2 decay in compact states); 1e-8 (Adagrad: 1e-10) when absent"
+    ),
     "weight_decay": _use("at least 0; 0 when absent"),
     "lr_decay": _use("Adagrad: the rate of step k is lr / (1 + (k - 1) * lr_decay); 0 when absent"),
     "initial_accumulator_value": _use("Adagrad: its sums before the first step; 0 when absent"),

@@ -14,7 +14,8 @@ executed already, so fences are empty.
 [Note: streams that compute]
 Usually one stream computes, in backward as in forward. A script may use more. Then a unit that has arrived for one
 stream has not arrived for another, and it leaves when all streams have done with it. So each stream on which a unit is
-used is noted: it waits for the unit's arrival, and fences lie on all streams that this step and the one before used.
+used is noted: it waits for the unit's arrival, and fences lie on all streams that this step and the one before used,
+and on earlier ones that are not idle yet.
 
 [Note: timing on a lane]
 A copy is recorded on the timeline by itself, without what its task waited for. On a device with streams two events
@@ -225,7 +226,8 @@ class Accelerator:
         self.timeline = recorder
         self.asynchronous = device
         self._computing: list[Stream] = []  # in this step
-        self._computed: list[Stream] = []  # in the last
+        # In the last step, and earlier ones that may not be idle: then with the event of their last work.
+        self._computed: dict[Stream, Event | None] = {}
         self.has_streams = device.current_stream() is not None  # launched work may run later
         self._clock: DeviceClock | None = None  # made on first use
         self._making_clock = threading.Lock()
@@ -254,8 +256,15 @@ class Accelerator:
         return stream
 
     def end_step(self) -> None:
-        """Forget the streams on which the last two steps did not compute."""
-        self._computed, self._computing = self._computing, []
+        """Forget the streams on which the last two steps did not compute, as soon as they have done what was launched.
+
+        A step waits for all that was computed with the weights, but one that takes no gradient does not.
+        """
+        kept: dict[Stream, Event | None] = dict.fromkeys(self._computing)
+        for stream, last in self._computed.items():
+            if stream not in kept and (last is None or not last.query()):
+                kept[stream] = last or self.asynchronous.record(stream)
+        self._computed, self._computing = kept, []
 
     def fence(self) -> Fence:
         """Mark the work launched so far on the calling thread's current stream and on the streams that compute."""
