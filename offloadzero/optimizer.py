@@ -234,7 +234,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             setattr(
                 self, name, getattr(origin, name)
             )  # the same dicts: handles that scripts hold remove from both
-        self._scaled = False
+        self._num_scaled = 0  # losses of this step whose backward has not begun
         self.has_stepped = False  # counts steps of this process only
         if before_take_over is not None:
             before_take_over(self)
@@ -290,16 +290,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale a loss for fp16: `optimizer.scale(loss).backward()`, as torch.amp.GradScaler does; else return it."""
-        self._scaled = True
+        self._num_scaled += 1
         factor = self.runtime.coordinator.loss_scale
         return loss if factor == 1.0 else loss * factor
 
     def _check_scaled(self) -> None:
-        if not self._scaled:
+        if not self._num_scaled:
             raise StateError(
-                "fp16 gradients need loss scaling: optimizer.scale(loss).backward(), or engine.backward(loss)"
+                "fp16 gradients need loss scaling, once for each backward: optimizer.scale(loss).backward(), or "
+                "engine.backward(loss)"
             )
-        self._scaled = False
+        self._num_scaled -= 1
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -325,6 +326,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with uninterrupted:
             through("step.step", self.runtime.coordinator.step)()
+            self._num_scaled = 0  # the next losses may have another scale
             self.has_stepped = True
             if self.origin is not None:
                 # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.

@@ -129,6 +129,39 @@ def test_fp16_without_scaling_is_refused(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_each_loss_is_scaled_before_its_backward_and_after_the_step_before(tmp_path: Path) -> None:
+    """Two losses may be scaled before the backward of either; a third backward is not theirs."""
+
+    def grads(*, together: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Stack()
+        model, optimizer = offloadzero.offload(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            make_config("host", tmp_path, dtype="fp16", fp16={"loss_scale": 8}),
+        )
+        losses = [model(features(seed)) for seed in range(4)]
+        if together:
+            scaled = [optimizer.scale(loss) for loss in losses[:2]]
+            for one in scaled:
+                one.backward()
+        else:
+            for loss in losses[:2]:
+                optimizer.scale(loss).backward()
+        with pytest.raises(StateError, match="once for each backward"):
+            losses[2].backward()
+        found = [param.grad.clone() for param in model.parameters()]
+        optimizer.scale(losses[3])
+        optimizer.step()
+        with pytest.raises(StateError, match="once for each backward"):
+            model(features(0)).backward()
+        optimizer.close()
+        return found
+
+    for one, other in zip(grads(together=True), grads(together=False), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
 @pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
 def test_gradient_that_is_not_finite_stops_the_training(
