@@ -47,10 +47,11 @@ from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.segments import TierName
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
+from offloadzero.streaming.first_values import write_states
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.original_form import OriginalForm
+from offloadzero.streaming.slot_weight import answer_for
 from offloadzero.streaming.units import UnitCut
-from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec
@@ -160,7 +161,7 @@ class Runtime:
             channel = self.several.ranks.control
             self._original.load(self.store, agree=self.several.agree, channel=channel)
         for record in cut.records:
-            WeightAccess.begin_states(record, param_groups, self.store)
+            write_states(record, param_groups, self.store)
         ground = Ground(self.config, self.plan, self.store, self.clock, self.several)
         parts = build_parts(cut.records, ground, loop, self.resources)
         self.executor, self.weights, self.activations = parts.executor, parts.weights, parts.activations
@@ -177,7 +178,7 @@ class Runtime:
                 checkpointed=checkpointed,
                 activations=parts.activations,
             )
-            self.weights.attach(self.records)
+            answer_for(self.records, self.weights)
         _move_buffers(self.model, self.accelerator.device)
 
     def _go_live(self) -> None:

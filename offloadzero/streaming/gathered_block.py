@@ -23,7 +23,8 @@ import torch
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.streaming.block_acts import BlockAct, Place
-from offloadzero.streaming.weights import WeightAccess, expect_alike
+from offloadzero.streaming.slot_weight import expect_alike
+from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

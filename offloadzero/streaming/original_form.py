@@ -19,6 +19,7 @@ from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.segments import SegmentKind
+from offloadzero.streaming.first_values import write_weights
 from offloadzero.streaming.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
@@ -57,9 +58,7 @@ class OriginalForm:
             ]
             try:
                 store.reserve(record.segments.values(), waiting=waiting)
-                WeightAccess.load_initial(
-                    record, store, agree=_keep if all(in_parts) else agree, channel=channel
-                )
+                write_weights(record, store, agree=_keep if all(in_parts) else agree, channel=channel)
             except BaseException:
                 for slot, value in zip(record.slots, values, strict=True):
                     if value is not None:

@@ -8,11 +8,9 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch.autograd.graph import increment_version
 
 from offloadzero.arithmetic import device_math
 from offloadzero.errors import ConfigError, StateError
@@ -20,14 +18,11 @@ from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, offload_parameter
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.spill import take
-from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_params, kept_place
+from offloadzero.update.kept import kept_place
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record
 from offloadzero.update.spec import StateCodes
@@ -43,50 +38,6 @@ class WeightAccess:
         self.blocks: list[Block] = []  # in which a script is, the innermost last
         # Of gathered parameters: the history when the script's memory and the home were last the same.
         self._shown: dict[tuple[int, int], tuple[int, int]] = {}
-
-    # --- the first values ---
-
-    @staticmethod
-    def load_initial(
-        record: Record, store: TieredStore, *, agree: Callable[[torch.Tensor], None], channel: Any = None
-    ) -> None:
-        """Write the module's present values to the record's homes and free them in the module.
-
-        fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. `agree`
-        overwrites values with those of the first rank, where there are several ranks; `channel` gathers those that the
-        ranks have in parts.
-        """
-        layout = record.layout()
-        param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
-        master = None
-        if SegmentKind.MASTER in layout:
-            master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
-        for slot in record.slots:
-            _encode(slot, take(slot.param, channel), param, master)
-            slot.param.data = torch.zeros((), dtype=record.dtype, device="cpu").expand(slot.shape)
-        agree(param)
-        if master is not None:
-            agree(master)
-        kept_param = kept_params(record, param)
-        writes: list[Ticket] = [store.write(record.param_home, kept_param)]
-        if master is not None and bool(torch.count_nonzero(master)):
-            start, stop = record.shard.kept_range(record.num_trainable)
-            writes.append(store.write(record.segments[SegmentKind.MASTER], master[start:stop]))
-        AllOf(writes).wait()
-
-    @staticmethod
-    def begin_states(record: Record, groups: Sequence[Mapping[str, object]], store: TieredStore) -> None:
-        """Write the states of a first step into their homes, which hold zeros."""
-        for slot in record.trainable_slots:
-            for kind in record.spec.states:
-                value = record.spec.initial_value(kind, groups[slot.group_index or 0])
-                place = kept_place(record, slot, kind)
-                if value and place.num_elements:
-                    store.write(
-                        record.segments[kind],
-                        torch.full((place.num_elements,), value, dtype=torch.float32, device="cpu"),
-                        start=place.start,
-                    ).wait()
 
     # --- parameters ---
 
@@ -118,19 +69,13 @@ class WeightAccess:
         else:
             param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
             master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
-            _encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
+            encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
             parts = {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
         with UninterruptedThroughout():
             slot.num_writes += 1
             self._write(record, slot, parts)
 
     # --- operations of scripts on parameters ---
-
-    def attach(self, records: Iterable[Record]) -> None:
-        """Answer for the parameters of `records` outside their forwards: [Note: a parameter away]."""
-        for record in records:
-            for slot in record.slots:
-                offload_parameter(slot.param, SlotWeight(self, record, slot))
 
     @property
     def device(self) -> torch.device:
@@ -391,86 +336,6 @@ class WeightAccess:
         return self._store.write(segment, part, start=place.start)
 
 
-class SlotWeight:
-    """One parameter for a script's operations: a `Weight` of offloadzero.parameters."""
-
-    def __init__(self, access: WeightAccess, record: Record, slot: ParamSlot) -> None:
-        self._access = access
-        self._record = record
-        self._slot = slot
-        self._alias = HeldAlias()
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in the model."""
-        return self._slot.name
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's shape."""
-        return self._slot.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-        return self._record.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the computation runs."""
-        return self._access.device
-
-    @property
-    def history(self) -> tuple[int, int]:
-        """The numbers of the unit's updates begun so far, and of writes to this parameter."""
-        return self._access.num_updates(self._record), self._slot.num_writes
-
-    def read(self) -> torch.Tensor:
-        """Return the value on the device; not to be written."""
-        return self._access.value(self._record, self._slot)
-
-    def read_to_write(self) -> torch.Tensor:
-        """Return the value on the device, in memory of its own."""
-        return self._access.value(self._record, self._slot, to_write=True)
-
-    def write(self, value: torch.Tensor) -> None:
-        """Write a value to its home."""
-        self._access.replace(self._record, self._slot, value)
-
-    def count_write(self) -> None:
-        """Count a write in the module's forward, where graphs begin; a write elsewhere makes all graphs stale."""
-        if self._access.is_in_forward(self._record):
-            with DisableTorchFunctionSubclass():
-                increment_version(self._slot.param)
-
-    def alias(self) -> Alias:
-        """Return the tensor that stands for the value until `assign`."""
-        return self._alias.of(self)
-
-    def assign(self, value: torch.Tensor) -> None:
-        """Do `param.data = value`. Raises ConfigError for another shape, dtype or device."""
-        if self._alias.stands_for(value):
-            return
-        expect_alike(self.name, value, shape=self.shape, dtype=self.dtype)
-        if value.device.type != self.device.type:
-            raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
-        expect_own_value(self, value)
-        value = value.detach().clone()
-        self._alias.fix(self)
-        self.write(value)
-        self.count_write()  # refused: in torch a graph over the former memory would go on with it
-
-
-def expect_alike(name: str, value: torch.Tensor, *, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless `value` has the dtype and shape of the parameter of that name."""
-    if value.dtype != dtype:
-        allowed = f"{dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
-        raise ConfigError(f"{name}.data", value.dtype, allowed)
-    if value.shape != shape:
-        before = "what changes it (resize_token_embeddings(), say) comes before offload()"
-        raise ConfigError(f"{name}.data", tuple(value.shape), f"shape {tuple(shape)}: {before}")
-
-
 def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError unless the codes have the dtypes and shapes of `codes.specs`."""
     for name, _, dtype, shape in codes.specs(slot.shape):
@@ -508,7 +373,7 @@ def _rounded(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return param
 
 
-def _encode(
+def encode(
     slot: ParamSlot, value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None, *, base: int = 0
 ) -> None:
     """Write `value` into a parameter and its master, both flat and starting at element `base` of the record."""

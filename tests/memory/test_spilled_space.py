@@ -14,7 +14,7 @@ from offloadzero import BudgetError, zero
 from offloadzero.io.engine import AioFile
 from offloadzero.memory.nvme import STRIPE_BYTES, bytes_before, file_bytes, stripe_pieces
 from offloadzero.segments import TierName
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming import original_form
 from tests.support.faults import observes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, small_disk, train
 
@@ -50,7 +50,7 @@ class Peak:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.num_bytes = directory, 0
-        for owner, name in ((AioFile, "preallocate"), (WeightAccess, "load_initial"), (os, "pwrite")):
+        for owner, name in ((AioFile, "preallocate"), (original_form, "write_weights"), (os, "pwrite")):
             self._measure_after(owner, name, monkeypatch)
 
     def _measure_after(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ class Peak:
             self.num_bytes = max(self.num_bytes, used_bytes(self.directory))
             return value
 
-        monkeypatch.setattr(owner, name, staticmethod(measured) if owner is WeightAccess else measured)
+        monkeypatch.setattr(owner, name, measured)
 
 
 @pytest.mark.parametrize("num_directories", [1, 3])
