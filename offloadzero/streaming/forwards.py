@@ -16,13 +16,14 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from offloadzero.errors import StateError
+from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.parameters.weight import AwayParameter, present_class_of
 from offloadzero.torch_private import sharder_of, skip_frame
 
@@ -169,6 +170,45 @@ class EncoderForward(Forward):
         finally:
             for param, away in asked:
                 param.__class__ = away
+
+
+_Entry = tuple[dict[str, Any], str, torch.Tensor | None]  # in which dict, its name there, what it is
+
+
+class FoundTensors:
+    """The parameters and buffers that a forward finds, for what computes it again when they may be others.
+
+    `torch.func.functional_call` gives a model other ones and takes them away at the end of its forward: backward would
+    compute with the model's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: list[_Entry] = [
+            (tensors, name, tensor)
+            for part in module.modules()
+            for tensors in (part._parameters, part._buffers)
+            for name, tensor in tensors.items()
+        ]
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `forward`, which finds them again."""
+        # `get` and not a read, which would bring a unit to the device.
+        others = [entry for entry in self._found if entry[0].get(entry[1], entry[2]) is not entry[2]]
+        if not others:
+            return forward(*args, **kwargs)
+        present: list[_Entry] = [(tensors, name, tensors.get(name)) for tensors, name, _ in others]
+        try:
+            _put(others)
+            return forward(*args, **kwargs)
+        finally:
+            _put(present)
+
+
+@uninterrupted_from_start
+def _put(entries: Iterable[_Entry]) -> None:
+    with uninterrupted:
+        for tensors, name, tensor in entries:
+            tensors[name] = tensor
 
 
 skip_frame(Forward._bind_anew, with_calls=True)

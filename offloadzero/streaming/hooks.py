@@ -57,7 +57,13 @@ from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import PresentParameter, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.forwards import EncoderForward, Forward, expect_not_sharded, refuse_export
+from offloadzero.streaming.forwards import (
+    EncoderForward,
+    Forward,
+    FoundTensors,
+    expect_not_sharded,
+    refuse_export,
+)
 from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
 from offloadzero.streaming.saved_weights import SavedWeights
 from offloadzero.streaming.units import Site, UnitCut
@@ -212,6 +218,7 @@ class _CheckpointedForward(Forward):
             )
         # Flat, so that tensors inside tuples and dicts are inputs too.
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        found = FoundTensors(self._module)
         is_recomputed = False
         failure: BaseException | None = None
 
@@ -219,7 +226,7 @@ class _CheckpointedForward(Forward):
             nonlocal failure
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             if is_recomputed:
-                return self._forward(*args, **kwargs)
+                return found.call(self._forward, args, kwargs)
             try:
                 return self._forward(*args, **kwargs)
             except BaseException as error:

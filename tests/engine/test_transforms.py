@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
+import offloadzero
 from offloadzero.errors import StateError
 from tests.support.plain_form import ALL_PLACEMENTS, final_weights, make_model, offloaded
 from tests.support.tiny import tokens
@@ -165,6 +166,82 @@ def test_derivatives_through_checkpointed_units_are_refused(tmp_path: Path) -> N
         plain = make_model()
         plain(TOKENS).backward()
         torch.testing.assert_close(weight(model).grad.clone(), weight(plain).grad)  # type: ignore[union-attr]
+
+
+OTHER_WEIGHTS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+    "all, of the model's": lambda model: {name: p * 1.5 for name, p in model.named_parameters()},
+    "all, of their own": lambda model: {
+        name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()
+    },
+    # Autograd saves no bias: computed again with the model's own, it would be another function, and no error.
+    "biases": lambda model: {name: p + 0.3 for name, p in model.named_parameters() if name.endswith("bias")},
+}
+
+
+@pytest.mark.parametrize("checkpoints", [{}, {"tier": "host"}], ids=str)
+@pytest.mark.parametrize("kind", OTHER_WEIGHTS)
+def test_other_weights_through_checkpointed_units(
+    kind: str, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    """Backward computes the units again with the weights that functional_call gave them."""
+    with offloaded("host", tmp_path, activation_checkpoints=checkpoints) as (model, optimizer):
+        plain = make_model()
+        for _ in range(2):
+            found = []
+            for one in (model, plain):
+                weights = OTHER_WEIGHTS[kind](one)
+                of = [*one.parameters()] if kind != "all, of their own" else [*weights.values()]
+                loss = functional_call(one, weights, (TOKENS,))
+                found.append([loss, *torch.autograd.grad(loss, of)])
+            torch.testing.assert_close(*found)
+        for one in (model, plain):
+            one(TOKENS).backward()
+        torch.testing.assert_close(weight(model).grad.clone(), weight(plain).grad)  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def test_a_step_through_a_step_through_checkpointed_units(tmp_path: Path) -> None:
+    """Meta-learning: the loss at weights that have made a step, derived through that step."""
+    with offloaded("host", tmp_path, activation_checkpoints={}) as (model, _):
+        found = []
+        for one in (model, make_model()):
+            weights = dict(one.named_parameters())
+            loss = functional_call(one, weights, (TOKENS,))
+            steps = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            moved = {name: p - 0.1 * step for (name, p), step in zip(weights.items(), steps, strict=True)}
+            functional_call(one, moved, (tokens(1),)).backward()
+            found.append([p.grad.clone() for p in one.parameters()])  # type: ignore[union-attr]
+        torch.testing.assert_close(*found)
+
+
+class Centred(nn.Module):
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("centre", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x - self.centre))
+
+
+def test_other_buffers_through_checkpointed_units() -> None:
+    found = []
+    for is_offloaded in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(Centred() for _ in range(3)))
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+        if is_offloaded:
+            config: dict[str, Any] = {"offloadzero": {"activation_checkpoints": {}}}
+            _, optimizer = offloadzero.offload(model, optimizer, config)
+        centres = {name: buffer + 0.5 for name, buffer in model.named_buffers()}
+        functional_call(model, centres, (ROW,)).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
+        assert not any(buffer.any() for buffer in model.buffers())
+        if is_offloaded:
+            optimizer.close()
+    torch.testing.assert_close(*found)
 
 
 EXPORTS: dict[str, Callable[[Any], Any]] = {
