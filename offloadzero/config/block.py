@@ -48,7 +48,9 @@ class Block:
             return
         if is_auto(value) and spec.auto_is_absent:
             if spec.action in (Action.USE, Action.MAP):
-                notices.append(f'{self._dotted(key)}: "auto", which nobody has resolved: {spec.note}')
+                notices.append(
+                    f'{self._dotted(key)}: "auto", which nobody has resolved: as if it were absent ({spec.note})'
+                )
             return
         if name in self._values and self._values[name] != value:
             other = self._dotted(self._written[name])

@@ -361,7 +361,7 @@ def test_auto_and_null_are_absent(path: str, key: str, spec: KeySpec, absent: ob
     spec = TABLES[path][spec.note] if spec.action is Action.ALIAS else spec
     if absent == "auto" and spec.action in (Action.USE, Action.MAP):
         dotted = (f"{path}.{key}" if path else key).replace("[]", "[0]")
-        assert said == {f'{dotted}: "auto", which nobody has resolved: {spec.note}'}
+        assert said == {f'{dotted}: "auto", which nobody has resolved: as if it were absent ({spec.note})'}
     else:
         assert not said
 
