@@ -162,6 +162,29 @@ def test_each_loss_is_scaled_before_its_backward_and_after_the_step_before(tmp_p
         assert torch.equal(one, other)
 
 
+def test_clipping_by_hand_counts_the_loss_scale_in() -> None:
+    """A script's norm is that of the scaled loss; the configuration's is that of the loss itself."""
+    max_norm = 0.1
+    moves: list[list[torch.Tensor]] = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        config: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+        config |= {} if by_hand else {"gradient_clipping": max_norm}
+        model, optimizer = offloadzero.offload(model, torch.optim.SGD(model.parameters(), 0.1), config)
+        before = [p.float() for p in model.parameters()]
+        loss = model(torch.ones(4, 8, dtype=torch.float16)).float().square().mean()
+        optimizer.scale(loss).backward()
+        if by_hand:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm * optimizer.loss_scale)
+            assert norm > 256 * max_norm  # it clips
+        optimizer.step()
+        moves.append([p.float() - old for p, old in zip(model.parameters(), before, strict=True)])
+        assert torch.nn.utils.get_total_norm(moves[-1]) == pytest.approx(0.1 * max_norm, rel=0.01)
+        optimizer.close()
+    torch.testing.assert_close(*moves)
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
 @pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
 def test_gradient_that_is_not_finite_stops_the_training(
