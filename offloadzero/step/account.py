@@ -41,6 +41,10 @@ class Account:
     refused: OffloadError | None = None  # the error for which backward updates no more units
     is_closed: bool = False  # step() has come after the backward that updates
 
+    def close(self) -> None:
+        """Note that step() has come after the backward that updates."""
+        self.is_closed = True
+
     def note_applied(self, name: str) -> None:
         """Note that backward updates the unit of that name."""
         self.applied.append(name)

@@ -420,7 +420,7 @@ class StepCoordinator:
         self._jobs = {}
         self._executor.close_updates()
         if jobs:
-            account.is_closed = True
+            account.close()
             self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)], before=self._last.decided)
         else:
             self._last = self._step_at_once(
