@@ -222,9 +222,12 @@ class StreamDevice:
         torch.accelerator.synchronize(self.torch_device)
 
     def free_bytes(self) -> int | None:
-        """The free bytes by torch's count."""
-        free, _ = torch.accelerator.get_memory_info(self.torch_device)
-        return free
+        """The free bytes by torch's count, which before torch 2.10 is asked of the device's own module."""
+        ask = getattr(torch.accelerator, "get_memory_info", None)
+        if ask is None:
+            ask = torch.get_device_module(self.torch_device).mem_get_info
+        free, _ = ask(self.torch_device)
+        return int(free)
 
     def check_not_capturing(self) -> None:
         """Do nothing: only CUDA has graphs that are captured."""

@@ -15,7 +15,7 @@ from offloadzero import runtime
 from offloadzero.config import load_config
 from offloadzero.joining import config_of_rank
 from offloadzero.lifetime import Resources, wait_for_collected
-from offloadzero.memory.device import CudaDevice
+from offloadzero.memory.device import CudaDevice, StreamDevice
 from tests.support.tiny import make_engine, settings, tokens
 
 GIB = 1 << 30
@@ -45,6 +45,24 @@ def test_memory_that_the_allocator_keeps_unused_is_free(monkeypatch: pytest.Monk
         "inactive_split_bytes.all.current": 3 * GIB,  # beside tensors that live: nobody gets these
     }
     assert device.free_bytes() == 130 * GIB
+
+
+@pytest.mark.parametrize("has_common_count", [True, False])
+def test_the_free_memory_of_another_accelerator(
+    has_common_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.8 and 2.9 have no torch.accelerator.get_memory_info: an engine on a GPU of Intel's could not be made."""
+
+    def free_and_all(device: torch.device) -> tuple[int, int]:
+        assert device == torch.device("xpu", 1)
+        return 30 * GIB, 48 * GIB
+
+    if has_common_count:
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", free_and_all, raising=False)
+    else:
+        monkeypatch.delattr(torch.accelerator, "get_memory_info", raising=False)
+        monkeypatch.setattr(torch.xpu, "mem_get_info", free_and_all)
+    assert StreamDevice(torch.device("xpu", 1)).free_bytes() == 30 * GIB
 
 
 @pytest.mark.parametrize(("local_rank", "index"), [("2", 2), ("5", 1), ("", 3), (None, 3)])
