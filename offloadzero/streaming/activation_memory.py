@@ -128,9 +128,13 @@ class HostMemory:
                 self.leases[buffer.data_ptr()] = lease
             else:
                 self.reserve.add(size, label)
-                buffer = allocate_host(size)
-                if self.pin:
-                    self.accelerator.pin(buffer, label=f"activation checkpoints of {label}")
+                try:
+                    buffer = allocate_host(size)
+                    if self.pin:
+                        self.accelerator.pin(buffer, label=f"activation checkpoints of {label}")
+                except BaseException:
+                    self.reserve.add(-size, label)  # a smaller batch may fit
+                    raise
             self.buffers[buffer.data_ptr()] = buffer
         return buffer
 

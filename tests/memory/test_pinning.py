@@ -196,6 +196,29 @@ def test_an_engine_that_cannot_lock_its_memory_says_which(
     assert pinned[0] == "the host arena"
 
 
+def test_memory_of_inputs_that_is_not_locked_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that goes on with smaller batches has the whole budget for them."""
+
+    def pin(_device: SimulatedDevice, _buffer: torch.Tensor, *, label: str) -> None:
+        if "activation" in label:
+            raise OffloadError(f"{label}: refused")
+
+    monkeypatch.setattr(SimulatedDevice, "pin", pin)
+    monkeypatch.setattr(SimulatedDevice, "unpin", lambda *_: None)
+    with simulated(monkeypatch):
+        engine = make_engine(settings(tmp_path, placement="host", activation_checkpoints={"tier": "host"}))
+        before = engine.reserved_bytes()
+        for seed in range(2):
+            with pytest.raises(OffloadError, match="refused"):
+                engine(tokens(seed, batch=4, length=33))
+        assert engine.reserved_bytes() == before
+        with torch.no_grad():
+            assert engine(tokens(2)).isfinite()
+        engine.close()
+
+
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mapping(mmap.mmap):
         def madvise(self, *_: int) -> None:
