@@ -26,3 +26,19 @@ def test_random_script(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with checked(), simulated(monkeypatch, seed=seed, backward=way):
         found = drawn.outcome(in_directory(drawn.placed, tmp_path))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 3])
+def test_lanes_that_share_streams(num_streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 of them, and three engines have more lanes: no lane may wait for what comes behind it."""
+    monkeypatch.setattr(activations, "MIN_BYTES", 1)
+    drawn = draw_script(num_streams)
+    expected = drawn.outcome(in_directory(drawn.resident, tmp_path))
+    way = list(Backward)[num_streams % len(Backward)]
+    with (
+        checked(),
+        simulated(monkeypatch, seed=num_streams, backward=way, num_streams=num_streams) as device,
+    ):
+        found = drawn.outcome(in_directory(drawn.placed, tmp_path))
+        assert next(device._taken) > 2 * num_streams
+    assert_same(found, expected)

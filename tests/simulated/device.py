@@ -8,6 +8,7 @@ answered for the device: it is no memory of the host's.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -54,9 +55,14 @@ class DeviceEvent:
 class SimulatedDevice:
     """Its tensors are the CPU's to torch; what is done with them runs later."""
 
-    def __init__(self, seed: int = 0, *, slow: Collection[str] = ()) -> None:
+    def __init__(self, seed: int = 0, *, slow: Collection[str] = (), num_streams: int | None = None) -> None:
+        """Make the device. `num_streams`: of the pool that gives them, as torch has one; None: each is a new one."""
         self.torch_device = torch.device("cpu")
         self.machine = Machine(seed, slow=slow)
+        self._pool = (
+            None if num_streams is None else [self.machine.new_stream(f"{i}") for i in range(num_streams)]
+        )
+        self._taken = itertools.count()
         self.memory = DeviceMemory(self.machine)
         self.pinned: dict[int, int] = {}
         self.communicators: list[Communicator] = []
@@ -66,7 +72,9 @@ class SimulatedDevice:
         return "simulated"
 
     def new_stream(self, name: str) -> Any:
-        return self.machine.new_stream(name)
+        if self._pool is None:
+            return self.machine.new_stream(name)
+        return self._pool[next(self._taken) % len(self._pool)]
 
     def current_stream(self) -> Any:
         return self.machine.current_stream
@@ -153,12 +161,13 @@ def simulated(
     slow: Collection[str] = (),
     backward: Backward = Backward.CALLER,
     name: str | None = None,
+    num_streams: int | None = None,
 ) -> Iterator[SimulatedDevice]:
     """Engines made inside run on a simulated device; so does what the calling thread does with its memory.
 
     `name`: only those whose configuration asks for it; further devices may be simulated inside.
     """
-    device = SimulatedDevice(seed, slow=slow)
+    device = SimulatedDevice(seed, slow=slow, num_streams=num_streams)
     with patch.context() as inside, ExitStack() as threads:
         _install(device, inside, name)
         if backward is not Backward.CALLER:
