@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offloadzero import runtime
 from offloadzero.config import load_config
 from offloadzero.joining import config_of_rank
 from offloadzero.lifetime import Resources, wait_for_collected
 from offloadzero.memory.device import CudaDevice, StreamDevice
+from offloadzero.parameters.gradient import GradientTensor
+from offloadzero.parameters.remote import RemoteTensor
+from offloadzero.torch_private import fake_tensor_mode
 from tests.support.tiny import make_engine, settings, tokens
 
 GIB = 1 << 30
@@ -85,6 +89,31 @@ def test_a_rank_without_a_launcher_computes_where_its_script_does(
     }.items():
         config = replace(load_config({"train_batch_size": 4}, world_size=4), device=name)
         assert config_of_rank(config, 3, 4).device == found
+
+
+class Elsewhere:
+    """A value that a tensor on CUDA stands for; nobody reads it."""
+
+    name, shape, dtype, device = "weight", torch.Size([4, 3]), torch.bfloat16, torch.device("cuda", 1)
+    num_tensors = 0
+
+
+@pytest.mark.parametrize("kind", [RemoteTensor, GradientTensor])
+def test_what_stands_for_a_value_on_a_device_is_there_to_torch(kind: Any) -> None:
+    """C++ compares the devices, and the backends that it takes them for, when a tensor becomes `param.grad`."""
+    tensor = kind(Elsewhere())
+    assert (tensor.device, tensor.get_device(), tensor.is_cuda) == (Elsewhere.device, 1, True)
+    assert tensor.detach().device == Elsewhere.device
+    with fake_tensor_mode():
+        params = {
+            device: nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16, device=device))
+            for device in ("cuda:0", "cuda:1", "cpu")
+        }
+    params["cuda:1"].grad = tensor
+    assert params["cuda:1"].grad is tensor
+    for other in ("cuda:0", "cpu"):
+        with pytest.raises(RuntimeError, match="device"):
+            params[other].grad = tensor
 
 
 def test_each_background_thread_is_on_the_engines_device(
