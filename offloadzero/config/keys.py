@@ -181,8 +181,9 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     "nesterov": _use("SGD: Nesterov's momentum; false when absent"),
     "adam_w_mode": _use('true when absent: "Adam" then means AdamW (decoupled weight decay)'),
     "bias_correction": _use("Adam: true when absent"),
-    "torch_adam": _accept(
-        "the update is this package's own Adam, on the host and on the device", _BOOL, False
+    "torch_adam": _use(
+        "Adam: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode) that is "
+        "not given is torch's 0.01"
     ),
     "amsgrad": _refuse("AMSGrad's third moment is not built"),
     "max_grad_norm": _refuse("write gradient_clipping at the top level instead", Kind.ANY),

@@ -14,6 +14,7 @@ from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
 from offloadzero.errors import ConfigError
 
 MAX_FP32 = 3.4e38  # the update computes in fp32
+TORCH_ADAMW_DECAY = 0.01  # torch.optim.AdamW's default
 
 _ADAM: Mapping[str, Any] = MappingProxyType(
     {
@@ -23,6 +24,7 @@ _ADAM: Mapping[str, Any] = MappingProxyType(
         "weight_decay": 0.0,
         "adam_w_mode": True,
         "bias_correction": True,
+        "torch_adam": False,
     }
 )
 # For each type, the arguments it takes and their defaults; offloadzero.update.specs has its update.
@@ -74,6 +76,9 @@ def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
     params = block.sub_block("params", table=DEEPSPEED_KEYS["optimizer.params"], notices=notices)
     arguments = {key: params.read(key, _READERS[key], default) for key, default in OPTIMIZERS[name].items()}
     _expect_arguments(name, params)
+    # DeepSpeed makes torch.optim's class then, whose AdamW decays where nothing is said; its own do not.
+    if arguments.pop("torch_adam", False) and arguments["adam_w_mode"] and "weight_decay" not in params:
+        arguments["weight_decay"] = TORCH_ADAMW_DECAY
     if name == "AdamW" and not arguments["adam_w_mode"]:
         raise ConfigError(params.dotted("adam_w_mode"), False, 'contradicts the type "AdamW": write "Adam"')
     options = {_GROUP_NAMES.get(key, key): value for key, value in arguments.items()}
@@ -137,6 +142,7 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
         "nesterov": read_bool,
         "adam_w_mode": read_bool,
         "bias_correction": read_bool,
+        "torch_adam": read_bool,
     }
 )
 

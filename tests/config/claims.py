@@ -50,9 +50,6 @@ TRIED_BY: Mapping[str, str] = {
     "a checkpoint holds the master weights": "test_checkpoint.py::test_resume_is_bitwise",
     "a checkpoint holds whole tensors, whatever the placement": "test_checkpoint.py::test_resume_is_bitwise",
     "there is one fused update": "test_update_pipeline.py::test_every_combination_of_tiers",
-    "the update is this package's own Adam, on the host and on the device": (
-        "test_cpu_adam_kernels.py::test_separate_torch_operations_give_the_same_bits"
-    ),
     "gradients are converted inside the fused update": "test_cpu_adam_kernels.py::test_step_against_fp64",
     "gradients are always checked (offloadzero.update.on_nonfinite)": (
         "test_nonfinite.py::test_bf16_stops_at_a_gradient_that_is_not_finite"

@@ -141,6 +141,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("optimizer.params", "nesterov"): (True, {}),
     ("optimizer.params", "adam_w_mode"): (True, {}),
     ("optimizer.params", "bias_correction"): (False, {}),
+    ("optimizer.params", "torch_adam"): (True, {}),
     ("scheduler", "type"): ("WarmupLR", {}),
     ("scheduler", "params"): ({"warmup_max_lr": 1}, {}),
     ("fp16", "enabled"): (True, {}),

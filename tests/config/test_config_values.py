@@ -273,6 +273,18 @@ def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
             },
             adam("AdamW", lr=3e-4, betas=(0.0, 0.95), eps=0.0, weight_decay=0.1, bias_correction=False),
         ),
+        # DeepSpeed makes torch.optim's class then: its AdamW decays by 0.01 where nothing is said, its Adam does not.
+        ({"type": "AdamW", "params": {"torch_adam": True}}, adam("AdamW", weight_decay=0.01)),
+        (
+            {"type": "Adam", "params": {"torch_adam": True, "weight_decay": "auto"}},
+            adam("Adam", weight_decay=0.01),
+        ),
+        ({"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0}}, adam("Adam")),
+        ({"type": "AdamW", "params": {"torch_adam": False}}, adam("AdamW")),
+        (
+            {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},
+            adam("Adam", decoupled_weight_decay=False),
+        ),
         (
             {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
             adam("Adam", lr=None),
@@ -302,6 +314,7 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
             r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
         ),
         ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
+        ({"type": "SGD", "params": {"torch_adam": True}}, r"params\.torch_adam = True: SGD takes"),
         (
             {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
             r"params\.betas = .*: SGD takes lr, momentum, dampening",
