@@ -201,7 +201,7 @@ _FP16: dict[str, KeySpec] = {
     "enabled": _use("parameters and gradients in fp16; when neither is on they keep the model's dtypes"),
     "loss_scale": _use("a fixed loss scale; 0 (when absent) is dynamic"),
     "initial_scale_power": _use("the dynamic scale starts at 2 to this power; 16 when absent"),
-    "loss_scale_window": _use("good steps before the scale doubles; 1000 when absent"),
+    "loss_scale_window": _use("good steps before the one with which the scale doubles; 1000 when absent"),
     "hysteresis": _use("overflows before the scale halves; 2 when absent"),
     "min_loss_scale": _use("the dynamic scale's floor; 1 when absent"),
     "consecutive_hysteresis": _refuse("not built"),

@@ -38,12 +38,13 @@ class LossScale:
     """The state of loss scaling (Micikevicius et al. 2018, section 3.2; hysteresis as in Megatron-LM).
 
     Static when `config.static` is not 0. Dynamic: a non-finite step uses one unit of hysteresis and, when none
-    is left, halves the scale; `window` good steps in a row double it and restore the hysteresis.
+    is left, halves the scale. Good steps in a row double it and restore the hysteresis at those steps where DeepSpeed
+    does: when `window` of them, or a multiple, are past, so with the step after them.
     """
 
     config: LossScaleConfig
     scale: float
-    good_steps: int
+    good_steps: int  # since the last non-finite one, or the start
     hysteresis_left: int
 
     @staticmethod
@@ -64,6 +65,8 @@ class LossScale:
             scale = max(self.scale / 2, self.config.min_scale)
             return replace(self, scale=scale, good_steps=0)
         good_steps = self.good_steps + 1
-        if good_steps < self.config.window:
+        if self.good_steps % self.config.window != 0 or self.good_steps == 0:
             return replace(self, good_steps=good_steps)
-        return replace(self, scale=self.scale * 2, good_steps=0, hysteresis_left=self.config.hysteresis)
+        return replace(
+            self, scale=self.scale * 2, good_steps=good_steps, hysteresis_left=self.config.hysteresis
+        )

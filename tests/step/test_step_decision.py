@@ -80,23 +80,23 @@ def test_norms_whose_sum_would_lose_digits() -> None:
 
 
 class PublishedRule:
-    """Micikevicius et al. with Megatron's hysteresis, as two counters written down anew."""
+    """DeepSpeed's rule (0.19.8): Micikevicius et al. with Megatron's hysteresis, as counters written down anew."""
 
     def __init__(self, power: int, window: int, hysteresis: int, floor: float) -> None:
         self.scale = 2.0**power
         self.window, self.full, self.floor = window, hysteresis, floor
         self.misses_left = hysteresis
-        self.run = 0
+        self.index, self.last_miss = 0, -1
 
     def step(self, finite: bool) -> None:
+        index, self.index = self.index, self.index + 1
         if finite:
-            self.run += 1
-            if self.run == self.window:
-                self.run = 0
+            past = index - self.last_miss - 1
+            if past > 0 and past % self.window == 0:
                 self.scale *= 2
                 self.misses_left = self.full
             return
-        self.run = 0
+        self.last_miss = index
         self.misses_left -= 1
         if self.misses_left <= 0:
             self.misses_left = 0
@@ -127,10 +127,20 @@ def test_dynamic_scaling_follows_the_rule(
 def test_by_hand() -> None:
     state = LossScale.initial(LossScaleConfig(initial_scale_power=4, window=2, hysteresis=2))
     scales = []
-    for finite in [True, False, False, True, True, False, True, False, False]:
+    for finite in [True, False, False, True, True, True, False, True, False, False]:
         state = state.after_step(finite=finite)
         scales.append(state.scale)
-    assert scales == [16.0, 16.0, 8.0, 8.0, 16.0, 16.0, 16.0, 8.0, 4.0]
+    assert scales == [16.0, 16.0, 8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 8.0, 4.0]
+
+
+def test_without_overflows_the_scale_doubles_with_the_step_after_each_window() -> None:
+    """As DeepSpeed does: the third good step of a window of 3 does not yet, the fourth does, then every third."""
+    state = LossScale.initial(LossScaleConfig(initial_scale_power=10, window=3))
+    scales = []
+    for _ in range(11):
+        state = state.after_step(finite=True)
+        scales.append(state.scale)
+    assert scales == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 3 + [8192.0] * 2
 
 
 @pytest.mark.parametrize("finite", [True, False])
