@@ -473,7 +473,8 @@ class Engine:
         """Take over a checkpoint, whatever the placement or dtype it was written from.
 
         All of it is checked before the first weight, state or counter changes: [Note: what is checked at load] in
-        offloadzero/checkpoint/verify.py. Gradients of a step that was begun are dropped.
+        offloadzero/checkpoint/verify.py. Gradients of a step that was begun are dropped. Counters come with all but
+        `load_module_only`, as in DeepSpeed.
 
         Returns:
             (its path, client_state); (None, {}) only when `load_dir` has no checkpoint and no `tag` is given.
@@ -488,6 +489,7 @@ class Engine:
             load_dir,
             tag,
             strict=load_module_strict,
+            with_counters=not load_module_only,
             with_states=load_optimizer_states and is_training,
             with_schedule=load_lr_scheduler_states and is_training,
             lr_scheduler=self.lr_scheduler,

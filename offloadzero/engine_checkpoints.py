@@ -40,6 +40,7 @@ class FoundCheckpoint:
     path: Path
     meta: Meta
     plan: LoadPlan
+    with_counters: bool  # and the loss scale
     with_states: bool
     with_schedule: bool
     param_groups: Sequence[Mapping[str, Any]]
@@ -173,6 +174,7 @@ class EngineCheckpoints:
         tag: str | None,
         *,
         strict: bool,
+        with_counters: bool,
         with_states: bool,
         with_schedule: bool,
         lr_scheduler: Any,
@@ -211,12 +213,15 @@ class EngineCheckpoints:
                 try_schedule(lr_scheduler, checkpoint)
         taken = (
             strict,
+            with_counters,
             with_states,
             with_schedule,
             None if own is None or saved is None else saved.save_number,
         )
         self._expect_same(found, taken, checkpoint.identity())
-        return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
+        return FoundCheckpoint(
+            found.path, checkpoint.meta, plan, with_counters, with_states, with_schedule, groups
+        )
 
     def _expect_same(self, found: Found, taken: object, identity: object) -> None:
         """Raise CheckpointError on all ranks unless they load the same.
@@ -243,8 +248,9 @@ class EngineCheckpoints:
         meta = found.meta
         with self._loading(found.path), self._runtime.together("load_checkpoint()"):
             found.plan.apply()
-            if found.with_states:
+            if found.with_counters:
                 self._go_on_from(meta)
+            if found.with_states:
                 for group, saved in zip(self._param_groups, found.param_groups, strict=True):
                     group.update(saved)
             if found.with_schedule and meta.lr_scheduler is not None:

@@ -266,6 +266,30 @@ def test_a_schedule_or_none(tmp_path: Path) -> None:
     without.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "counters"),
+    [
+        ({}, (3, 6, 3)),
+        ({"load_optimizer_states": False}, (3, 6, 3)),
+        ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, (3, 6, 0)),
+        ({"load_module_only": True}, (0, 0, 0)),
+    ],
+)
+def test_counters_come_with_all_but_the_model_alone(
+    options: dict[str, bool], counters: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """As in DeepSpeed: a run that goes on with new states counts on, and its schedule with it."""
+    engine = small_engine(tmp_path)
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    engine = small_engine(tmp_path)
+    engine.load_checkpoint(tmp_path / "saved", **options)
+    steps = engine.lr_scheduler.last_epoch
+    assert (engine.global_steps, engine.global_samples, steps) == counters
+    engine.close()
+
+
 PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
     "dynamic": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 6}},
