@@ -67,13 +67,14 @@ def _loss_scaling(config: OffloadConfig) -> LossScaleConfig:
     return config.precision.loss_scale or LossScaleConfig()
 
 
-def _loss_scaling_arguments(runtime: Runtime) -> dict[str, float]:
+def _loss_scaling_arguments(runtime: Runtime) -> dict[str, Any]:
     scaling = _loss_scaling(runtime.config)
     return {
         "init_scale": 2.0**scaling.initial_scale_power,
         "scale_window": scaling.window,
         "min_scale": scaling.min_scale,
         "delayed_shift": scaling.hysteresis,
+        "consecutive_hysteresis": scaling.consecutive_hysteresis,
     }
 
 

@@ -145,6 +145,7 @@ def _read_loss_scale(fp16: Block) -> LossScaleConfig:
         window=fp16.read("loss_scale_window", read_int, default.window, minimum=1),
         hysteresis=fp16.read("hysteresis", read_int, default.hysteresis, minimum=1),
         min_scale=fp16.read("min_loss_scale", read_float, default.min_scale, minimum=0),
+        consecutive_hysteresis=fp16.read("consecutive_hysteresis", read_bool, default.consecutive_hysteresis),
     )
 
 

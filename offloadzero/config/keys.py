@@ -204,7 +204,9 @@ _FP16: dict[str, KeySpec] = {
     "loss_scale_window": _use("good steps before the one with which the scale doubles; 1000 when absent"),
     "hysteresis": _use("overflows before the scale halves; 2 when absent"),
     "min_loss_scale": _use("the dynamic scale's floor; 1 when absent"),
-    "consecutive_hysteresis": _refuse("not built"),
+    "consecutive_hysteresis": _use(
+        "true: an overflow is forgotten with the next good step, not only when the scale doubles; false when absent"
+    ),
     "auto_cast": _accept("inputs are not cast: hand over floating-point inputs in fp16", _BOOL, False),
     "fused_mode": _accept("there is one fused update", _BOOL),
     "fp16_master_weights_and_grads": _refuse("the master weight is always exact fp32"),

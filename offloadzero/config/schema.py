@@ -41,6 +41,7 @@ class LossScaleConfig:
     window: int = 1000
     hysteresis: int = 2
     min_scale: float = 1.0
+    consecutive_hysteresis: bool = False  # each good step restores the hysteresis, not the doubling alone
 
 
 @dataclass(frozen=True)

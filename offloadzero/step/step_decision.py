@@ -39,7 +39,8 @@ class LossScale:
 
     Static when `config.static` is not 0. Dynamic: a non-finite step uses one unit of hysteresis and, when none
     is left, halves the scale. Good steps in a row double it and restore the hysteresis at those steps where DeepSpeed
-    does: when `window` of them, or a multiple, are past, so with the step after them.
+    does: when `window` of them, or a multiple, are past, so with the step after them. With `consecutive_hysteresis`
+    each good step restores the hysteresis.
     """
 
     config: LossScaleConfig
@@ -64,9 +65,11 @@ class LossScale:
                 return replace(self, good_steps=0, hysteresis_left=self.hysteresis_left - 1)
             scale = max(self.scale / 2, self.config.min_scale)
             return replace(self, scale=scale, good_steps=0)
-        good_steps = self.good_steps + 1
-        if self.good_steps % self.config.window != 0 or self.good_steps == 0:
-            return replace(self, good_steps=good_steps)
+        doubles = self.good_steps % self.config.window == 0 and self.good_steps > 0
+        restores = self.config.consecutive_hysteresis or doubles
         return replace(
-            self, scale=self.scale * 2, good_steps=good_steps, hysteresis_left=self.config.hysteresis
+            self,
+            scale=self.scale * 2 if doubles else self.scale,
+            good_steps=self.good_steps + 1,
+            hysteresis_left=self.config.hysteresis if restores else self.hysteresis_left,
         )

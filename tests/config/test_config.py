@@ -150,6 +150,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("fp16", "loss_scale_window"): (8, {"enabled": True}),
     ("fp16", "hysteresis"): (8, {"enabled": True}),
     ("fp16", "min_loss_scale"): (8, {"enabled": True}),
+    ("fp16", "consecutive_hysteresis"): (True, {"enabled": True}),
     ("bf16", "enabled"): (True, {}),
     ("data_types", "grad_accum_dtype"): ("fp32", {}),
     ("zero_optimization", "stage"): (2, {}),

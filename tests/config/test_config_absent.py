@@ -63,6 +63,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "fp16.loss_scale_window": ("1000 when", lambda _: scaling().window == 1000),
     "fp16.hysteresis": ("2 when", lambda _: scaling().hysteresis == 2),
     "fp16.min_loss_scale": ("1 when", lambda _: scaling().min_scale == 1),
+    "fp16.consecutive_hysteresis": ("false when", lambda _: not scaling().consecutive_hysteresis),
     "zero_optimization.zero_hpz_partition_size": ("1 (when", lambda c: c.zero_plus_plus.node_ranks == 1),
     "offloadzero.placement[].units": ("* when", lambda _: one_rule().units == "*"),
     "offloadzero.units.min_leaf_elements": ("; 100000", lambda c: c.units.min_leaf_elements == 100_000),

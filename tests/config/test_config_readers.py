@@ -35,6 +35,7 @@ READERS: Mapping[str, str] = {
     "LossScaleConfig.window": "step.step_decision",
     "LossScaleConfig.hysteresis": "step.step_decision",
     "LossScaleConfig.min_scale": "step.step_decision",
+    "LossScaleConfig.consecutive_hysteresis": "step.step_decision",
     "PrecisionConfig.param_dtype": "build",
     "PrecisionConfig.grad_accum_dtype": "planning.engine_plan",
     "OptimizerConfig.type": "engine",

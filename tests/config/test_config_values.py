@@ -229,10 +229,11 @@ def test_fp16_block() -> None:
         "loss_scale_window": 100,
         "hysteresis": 3,
         "min_loss_scale": 4,
+        "consecutive_hysteresis": True,
     }
     config = load_config({"fp16": {"enabled": True, **block}})
     assert config.precision.param_dtype == "fp16"
-    assert config.precision.loss_scale == LossScaleConfig(0.0, 8, 100, 3, 4.0)
+    assert config.precision.loss_scale == LossScaleConfig(0.0, 8, 100, 3, 4.0, True)
     off = load_config({"fp16": {"enabled": False, **block}})
     assert off.precision == OffloadConfig().precision
 

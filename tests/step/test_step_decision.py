@@ -82,8 +82,8 @@ def test_norms_whose_sum_would_lose_digits() -> None:
 class PublishedRule:
     """DeepSpeed's rule (0.19.8): Micikevicius et al. with Megatron's hysteresis, as counters written down anew."""
 
-    def __init__(self, power: int, window: int, hysteresis: int, floor: float) -> None:
-        self.scale = 2.0**power
+    def __init__(self, power: int, window: int, hysteresis: int, floor: float, consecutive: bool) -> None:
+        self.scale, self.consecutive = 2.0**power, consecutive
         self.window, self.full, self.floor = window, hysteresis, floor
         self.misses_left = hysteresis
         self.index, self.last_miss = 0, -1
@@ -91,6 +91,8 @@ class PublishedRule:
     def step(self, finite: bool) -> None:
         index, self.index = self.index, self.index + 1
         if finite:
+            if self.consecutive:
+                self.misses_left = self.full
             past = index - self.last_miss - 1
             if past > 0 and past % self.window == 0:
                 self.scale *= 2
@@ -108,15 +110,22 @@ class PublishedRule:
     st.integers(1, 5),
     st.integers(1, 4),
     st.sampled_from([0.25, 1.0, 64.0]),
+    st.booleans(),
     st.lists(st.booleans(), max_size=60),
 )
 @settings(max_examples=300, deadline=None)
 def test_dynamic_scaling_follows_the_rule(
-    power: int, window: int, hysteresis: int, floor: float, steps: list[bool]
+    power: int, window: int, hysteresis: int, floor: float, consecutive: bool, steps: list[bool]
 ) -> None:
-    config = LossScaleConfig(initial_scale_power=power, window=window, hysteresis=hysteresis, min_scale=floor)
+    config = LossScaleConfig(
+        initial_scale_power=power,
+        window=window,
+        hysteresis=hysteresis,
+        min_scale=floor,
+        consecutive_hysteresis=consecutive,
+    )
     state = LossScale.initial(config)
-    model = PublishedRule(power, window, hysteresis, floor)
+    model = PublishedRule(power, window, hysteresis, floor, consecutive)
     assert state.scale == model.scale
     for finite in steps:
         state = state.after_step(finite=finite)
@@ -131,6 +140,18 @@ def test_by_hand() -> None:
         state = state.after_step(finite=finite)
         scales.append(state.scale)
     assert scales == [16.0, 16.0, 8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 8.0, 4.0]
+
+
+def test_an_overflow_is_forgotten_with_the_next_good_step() -> None:
+    """Or not, without `consecutive_hysteresis`: the second overflow then halves the scale."""
+    for consecutive, expected in ((True, [16.0] * 5 + [8.0]), (False, [16.0, 16.0, 8.0, 8.0, 4.0, 2.0])):
+        config = LossScaleConfig(initial_scale_power=4, hysteresis=2, consecutive_hysteresis=consecutive)
+        state = LossScale.initial(config)
+        scales = []
+        for finite in [False, True, False, True, False, False]:
+            state = state.after_step(finite=finite)
+            scales.append(state.scale)
+        assert scales == expected
 
 
 def test_without_overflows_the_scale_doubles_with_the_step_after_each_window() -> None:
