@@ -185,6 +185,10 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
         "Adam: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode) that is "
         "not given is torch's 0.01"
     ),
+    "foreach": _accept("there is one fused update", _BOOL, False),
+    "fp32_optimizer_states": _refuse(
+        "offloadzero.state_layout = compact gives smaller optimizer states: allowed true", Kind.BOOL, True
+    ),
     "amsgrad": _refuse("AMSGrad's third moment is not built"),
     "max_grad_norm": _refuse("write gradient_clipping at the top level instead", Kind.ANY),
 }

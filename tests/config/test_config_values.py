@@ -282,6 +282,7 @@ def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
         ),
         ({"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0}}, adam("Adam")),
         ({"type": "AdamW", "params": {"torch_adam": False}}, adam("AdamW")),
+        ({"type": "Adam", "params": {"foreach": False, "fp32_optimizer_states": True}}, adam("Adam")),
         (
             {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},
             adam("Adam", decoupled_weight_decay=False),
@@ -315,6 +316,10 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
             r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
         ),
         ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
+        (
+            {"type": "Adam", "params": {"fp32_optimizer_states": False}},
+            r"params\.fp32_optimizer_states = False: offloadzero\.state_layout = compact .*allowed true$",
+        ),
         ({"type": "SGD", "params": {"torch_adam": True}}, r"params\.torch_adam = True: SGD takes"),
         (
             {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
