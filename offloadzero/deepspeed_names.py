@@ -88,6 +88,11 @@ def _optimizer_params(runtime: Runtime) -> dict[str, Any] | None:
     return {key: value for key, value in config.params.items() if key not in _OWN_OPTIONS}
 
 
+def _scheduler_params(runtime: Runtime) -> dict[str, Any] | None:
+    config = runtime.config.scheduler
+    return None if config is None else dict(config.params)
+
+
 def _data_rank(runtime: Runtime) -> int:
     return 0 if runtime.several is None else runtime.several.ranks.spec.rank
 
@@ -129,7 +134,7 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "zero_quantized_weights": lambda runtime: runtime.config.zero_plus_plus.quantized_weights,
         "optimizer_params": _optimizer_params,
         "scheduler_name": lambda runtime: getattr(runtime.config.scheduler, "type", None),
-        "scheduler_params": lambda runtime: getattr(runtime.config.scheduler, "params", None),
+        "scheduler_params": _scheduler_params,
         # ranks
         "get_data_parallel_rank": _data_rank,
         "get_model_parallel_rank": lambda runtime: runtime.part or 0,

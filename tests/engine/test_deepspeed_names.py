@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_precision_answers() -> None:
     assert engine.skipped_steps == 1
     train(engine, num_steps=1)
     assert engine.optimizer.overflow is False
+    engine.close()
+
+
+def test_the_parameters_of_a_schedule_are_a_dict() -> None:
+    """Scripts write it into a JSON file, and change it, which changes nothing here."""
+    params = {"warmup_num_steps": 4, "warmup_max_lr": 0.01}
+    engine = make_engine({**config(), "scheduler": {"type": "WarmupLR", "params": params}}, make_model())
+    assert json.loads(json.dumps(engine.scheduler_params())) == params
+    engine.scheduler_params().clear()
+    assert engine.scheduler_params() == params
     engine.close()
 
 
