@@ -20,7 +20,7 @@ PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
         "PipelineModule": "pipeline parallelism is not built",
         "accelerator": "torch.accelerator says what there is; engine.device is where the computation runs",
         "checkpointing": '"offloadzero": {"activation_checkpoints": {}} in the config, or torch.utils.checkpoint',
-        "comm": "one process; torch.distributed has the same functions",
+        "comm": "torch.distributed has the same functions; init_distributed() is here",
         "get_accelerator": "torch.accelerator says what there is; engine.device is where the computation runs",
         "init_inference": "initialize() without an optimizer gives an engine that evaluates",
         "moe": "expert parallelism is not built",

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam: CPUAdam with DeepSpeed's arguments in DeepSpeed's order."""
+"""DeepSpeedCPUAdam and FusedAdam: CPUAdam with DeepSpeed's arguments in DeepSpeed's order."""
 
 from __future__ import annotations
 
@@ -39,5 +39,37 @@ class DeepSpeedCPUAdam(CPUAdam):
             eps,
             weight_decay,
             adamw_mode=adamw_mode,
+            bias_correction=bias_correction,
+        )
+
+
+class FusedAdam(CPUAdam):
+    """CPUAdam under the name and with the arguments of DeepSpeed's Adam for GPUs, for `initialize()` and `offload()`.
+
+    There the update runs where the states live. On its own it is CPUAdam, for parameters in host memory. Gradients are
+    dropped, not set to zero, as `set_grad_none` says. Raises ConfigError for `amsgrad`, and without `set_grad_none`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        expect_only("amsgrad", amsgrad, allowed=False)
+        expect_only("set_grad_none", set_grad_none, allowed=True)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adamw_mode=adam_w_mode,
             bias_correction=bias_correction,
         )

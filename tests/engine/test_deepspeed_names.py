@@ -14,7 +14,7 @@ from torch import nn
 import offloadzero
 from offloadzero import ConfigError, StateError, deepspeed_names
 from offloadzero.absent import ENGINE_NAMES, PACKAGE_NAMES
-from offloadzero.ops.adam import DeepSpeedCPUAdam
+from offloadzero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.engine.on_host import config, make_model
 from tests.support.tiny import TinyModel, make_engine, tokens, train
 
@@ -226,6 +226,38 @@ def test_the_modules_own_property_that_fails_is_the_cause() -> None:
         engine.size  # noqa: B018
     assert "sizes" in str(caught.value.__cause__) or "size" in str(caught.value.__cause__)
     engine.close()
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_fused_adam_has_deepspeeds_order_of_arguments(adam_w_mode: bool) -> None:
+    def weights(make: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model = make_model()
+        settings = {key: value for key, value in config().items() if key != "optimizer"}
+        engine, *_ = offloadzero.initialize(model=model, optimizer=make(model.parameters()), config=settings)
+        train(engine, num_steps=2)
+        values: dict[str, torch.Tensor] = engine.module_state_dict()
+        engine.close()
+        return values
+
+    found = weights(lambda params: FusedAdam(params, 1e-2, False, (0.8, 0.9), 1e-6, adam_w_mode, 0.3))
+    expected = weights(
+        lambda params: DeepSpeedCPUAdam(
+            params, 1e-2, False, (0.8, 0.9), 1e-6, weight_decay=0.3, adamw_mode=adam_w_mode
+        )
+    )
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_fused_adam_refuses_what_it_does_not_do() -> None:
+    for option in ({"amsgrad": True}, {"set_grad_none": False}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            FusedAdam([torch.nn.Parameter(torch.zeros(2))], **option)
+
+
+def test_the_reason_for_comm_speaks_of_several_ranks_too() -> None:
+    with pytest.raises(AttributeError, match=r"'comm': torch\.distributed has the same functions; init_dist"):
+        _ = offloadzero.comm
 
 
 def test_an_unknown_name_of_the_package() -> None:
