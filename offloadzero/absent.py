@@ -9,24 +9,36 @@ from types import MappingProxyType
 _NOT_BUILT = "not built"
 _PIPELINE = "pipeline parallelism is not built: call engine(...), backward(loss) and step()"
 _TIERS = "states stay in the tiers that the config names until close()"
+_LOGGING = 'logging is Python\'s: logging.getLogger("offloadzero")'
 _REPORT = "last_step_report() gives the seconds of a step"
 
 # Names of the package: `offloadzero.<name>`.
 PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "DeepSpeedConfig": "load_config() reads the JSON",
+        "DeepSpeedConfigError": "ConfigError says what is wrong in a configuration",
+        "DeepSpeedHybridEngine": _NOT_BUILT,
+        "DeepSpeedOptimizer": "OffloadedOptimizer is the class of engine.optimizer",
+        "DeepSpeedTransformerConfig": _NOT_BUILT,
+        "DeepSpeedTransformerLayer": _NOT_BUILT,
         "HfDeepSpeedConfig": "load_config() reads the JSON",
+        "InferenceEngine": "initialize() without an optimizer gives an engine that evaluates",
         "OnDevice": "zero.Init builds a model that does not fit in memory",
+        "PipelineEngine": "pipeline parallelism is not built",
         "PipelineModule": "pipeline parallelism is not built",
         "accelerator": "torch.accelerator says what there is; engine.device is where the computation runs",
         "checkpointing": '"offloadzero": {"activation_checkpoints": {}} in the config, or torch.utils.checkpoint',
         "comm": "torch.distributed has the same functions; init_distributed() is here",
         "get_accelerator": "torch.accelerator says what there is; engine.device is where the computation runs",
         "init_inference": "initialize() without an optimizer gives an engine that evaluates",
+        "log_dist": _LOGGING,
+        "logger": _LOGGING,
+        "module_inject": "tensor parallelism is not built",
         "moe": "expert parallelism is not built",
         "pipe": "pipeline parallelism is not built",
         "tp_model_init": "tensor parallelism is not built",
         "utils": "the safe_get and safe_set functions are in offloadzero.zero, logging is Python's",
+        "version": "__version__ is here",
     }
 )
 
