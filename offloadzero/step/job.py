@@ -23,9 +23,9 @@ class UpdateJob:
     """
 
     def __init__(self, gradient: RecordGradient, account: Account, *, before: Ticket) -> None:
-        """Make a job. `before`: the record's update before this one, which may not be home yet."""
+        """Make a job. `before`: done when what the update before this one has made is home, and on all ranks."""
         self.gradient = gradient
-        self._before = before
+        self.before = before
         self.record = gradient.record
         self.account = account
         self.ticket = UpdateTicket()
@@ -48,7 +48,6 @@ class UpdateJob:
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""
-        self._before = FINISHED  # the update itself waits for the one before
         counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
             slot.step += counts[slot.group_index or 0]
@@ -66,7 +65,7 @@ class UpdateJob:
     def cancel(self) -> None:
         """End the job without an update: the values are those before the step."""
         self.release_gradient()
-        self.ticket.fulfil(unfinished(self._before))
+        self.ticket.fulfil(unfinished(self.before))
 
     def fail(self, error: BaseException) -> None:
         """End the job with an error."""

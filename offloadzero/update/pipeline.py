@@ -24,7 +24,7 @@ from offloadzero.fail_points import through
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import AllOf, Ticket, unfinished
+from offloadzero.memory.tickets import FINISHED, AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.segments import SegmentKind
 from offloadzero.update.delivery import Delivery, UpdateTicket
@@ -61,6 +61,10 @@ class RecordUpdate(Protocol):
         """The factor of the gradient."""
 
     @property
+    def before(self) -> Ticket:
+        """The ticket that is done when what the record's last update has made is home, and on all ranks."""
+
+    @property
     def ticket(self) -> UpdateTicket:
         """The ticket that is done when all results are home."""
 
@@ -78,7 +82,7 @@ class _Chunk:
     is_last: bool
     delivery: Delivery | None
     writes: list[Ticket]  # of all chunks of the update
-    previous: Ticket | None = None  # the record's update before this one, whose writes come first
+    previous: Ticket = FINISHED  # the record's update before this one, whose writes come first
     data: StagedChunk | None = None
 
 
@@ -163,7 +167,7 @@ class UpdatePipeline:
                 return
             try:
                 if chunk is not None:
-                    if chunk.previous is not None and not chunk.previous.done():
+                    if not chunk.previous.done():
                         while window:  # the awaited work may be among them
                             self._compute_first(window)
                         chunk.previous.wait()
@@ -211,15 +215,16 @@ class UpdatePipeline:
         if self._failures.first is not None:
             self._fail_update(update, self._failures.first)
             return
-        # A forward has waited for its parameters, which may have been delivered, but not for the writes.
-        previous = self._last.get(update.record.index)
+        # A forward has waited for its parameters, which may have been delivered, but not for the writes. Between two
+        # steps with the same gradients there is none: other ranks may still be sent what the first has made.
+        previous = AllOf([self._last.get(update.record.index, FINISHED), unfinished(update.before)])
         self._last[update.record.index] = update.ticket
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
             self._update_on_device(update, update.grad)
             return
         bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
         if not bounds:  # what has a gradient has no elements, or none of this rank's
-            self._finish(update, () if previous is None else (unfinished(previous),))
+            self._finish(update, (unfinished(previous),))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
@@ -253,7 +258,7 @@ class UpdatePipeline:
                 self._step(update, buffers, start=0, stop=update.record.kept_trainable, form=self._form)
             update.release_gradient()
 
-        update.ticket.fulfil(self._device_lane.submit(task))
+        update.ticket.fulfil(self._device_lane.submit(task, after=[unfinished(update.before)]))
 
     def _start_reads(self, chunk: _Chunk) -> None:
         chunk.data = data = self._stager.stage(chunk.update.record, chunk.start, chunk.stop)

@@ -23,7 +23,7 @@ from offloadzero.memory.arena import align_up
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
-from offloadzero.memory.tickets import Failures
+from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.native import kernels
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step import landing
@@ -130,6 +130,7 @@ class Update:
     grad: torch.Tensor | Segment
     grad_scale: float
     on_release: Callable[[], None] | None = None
+    before: Ticket = FINISHED
     ticket: UpdateTicket = field(default_factory=UpdateTicket)
 
     def release_gradient(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
+from offloadzero.sharding.ranks import Channel
 from tests.support.ranks import run_ranks
 from tests.support.sharded import (
     OddModel,
@@ -214,6 +216,50 @@ def clip_by_config(rank: int, directory: str) -> dict[str, list[float]]:
 def test_a_script_clips_as_the_engine_does(tmp_path: Path) -> None:
     for found in run_ranks(clip_by_config, 2, tmp_path, str(tmp_path)):
         assert found["True"] == pytest.approx(found["False"], rel=1e-5)
+
+
+# --- steps with the same gradients ---
+
+
+def step_again(rank: int, directory: str) -> dict[str, dict[str, str]]:
+    """The weights after three steps with one backward's gradients, by stage and by how fast new weights are sent."""
+    found = {}
+    for stage, placement in ((1, "host"), (1, "resident"), (3, "host")):
+        for is_slow in (False, True):
+            config = config_of(placement, stage, Path(directory), world_size=2)
+            del config["gradient_clipping"], config["optimizer"]
+            model = make_odd_model()
+            _, optimizer = offloadzero.offload(model, torch.optim.SGD(model.parameters(), lr=3e-3), config)
+            model(micro_batch(0, rank, 2)).backward()
+            with pytest.MonkeyPatch.context() as patch:
+                if is_slow:
+                    patch.setattr(type(optimizer.runtime.several.ranks.updates), "all_gather", _gather_late)
+                for _ in range(NUM_STEPS):
+                    optimizer.step()
+                    if not is_slow:
+                        model.state_dict()  # waits
+                found[f"{stage} {placement} {'slow' * is_slow}"] = digest(model.state_dict())
+            optimizer.close()
+    return found
+
+
+def _gather_late(channel: Channel, whole: torch.Tensor, label: str) -> None:
+    """Take long from the first byte that is read to the last one that is written."""
+    gathered = whole.clone()
+    _all_gather(channel, gathered, label)
+    time.sleep(0.02)
+    whole.copy_(gathered)
+
+
+_all_gather = Channel.all_gather
+
+
+def test_a_second_step_with_the_same_gradients_comes_after_the_first_ones_weights_are_sent(
+    tmp_path: Path,
+) -> None:
+    for found in run_ranks(step_again, 2, tmp_path, str(tmp_path)):
+        for name in ("1 host ", "1 resident ", "3 host "):
+            assert found[f"{name}slow"] == found[name], name
 
 
 # --- departures ---
