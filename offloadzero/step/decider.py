@@ -94,8 +94,11 @@ class Decider:
         for job in step.jobs:
             job.gradient.landed.wait()
         step.reads.wait()
+        sq_norms = self._sq_norms(step)
+        if not sq_norms:
+            return []  # no rank has a gradient: it is no step in which the loss scale has proved good
         scale = self.scale
-        decision = decide_step(self._sq_norms(step), loss_scale=scale.scale, max_norm=self._max_norm)
+        decision = decide_step(sq_norms, loss_scale=scale.scale, max_norm=self._max_norm)
         step.decide(decision)
         self.scale = scale.after_step(finite=decision.apply)
         if decision.apply:
@@ -112,7 +115,7 @@ class Decider:
         return []
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
-        """The squared norms on which the decision rests."""
+        """The squared norms on which the decision rests; none where there is nothing to decide."""
         return step.sq_norms()
 
     def _non_finite(self, step: StepJobs) -> Sequence[str]:

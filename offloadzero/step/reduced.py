@@ -44,6 +44,8 @@ from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.gradients")
 
+_NO_GRADIENTS = -1.0  # told in the place of a sum of squares
+
 
 class ReducingCollector(GradientCollector):
     """Takes gradients into leases, wherever their home is: the gradients of each backward are reduced by themselves."""
@@ -219,6 +221,7 @@ class AgreeingDecider(Decider):
                 "scheduler that goes by the loss needs the mean over the ranks"
             )
         channel.expect_same_writes(by_rank[1], f"step {number}")
+        totals = _of_gradients(totals)
         is_divided = any(job.record.shard.world_size > 1 for job in step.jobs)
         of_part = totals if is_divided else totals[:1]
         return (
@@ -226,7 +229,12 @@ class AgreeingDecider(Decider):
         )
 
     def _own_total(self, step: StepJobs) -> float:
-        """The sum of this rank's squared norms, NaN where some gradient is not finite: [Note: the axes of a mesh]."""
+        """The sum of this rank's squared norms: [Note: the axes of a mesh].
+
+        NaN where some gradient is not finite, _NO_GRADIENTS where there is none.
+        """
+        if not step.jobs:
+            return _NO_GRADIENTS
         own = step.sq_norms()
         if not all(map(math.isfinite, own)):
             return math.nan
@@ -243,12 +251,12 @@ class AgreeingDecider(Decider):
     def _of_all_parts(across: Channel, of_part: Sequence[float], number: int) -> Sequence[float]:
         """The sums of all parts of the model, which the ranks tell those of their place in the other groups."""
         own = math.fsum(of_part) if all(map(math.isfinite, of_part)) else math.nan
-        totals, steps, _ = _told(across, own, number, [])
+        totals, steps, _ = _told(across, own if of_part else _NO_GRADIENTS, number, [])
         if len(set(steps)) > 1:
             raise StateError(
                 f"the ranks take different steps: {dict(zip(across.members, steps, strict=True))}"
             )
-        return totals
+        return _of_gradients(totals)
 
     def _non_finite(self, step: StepJobs) -> Sequence[str]:
         found = [not job.gradient.is_finite for job in step.jobs]
@@ -257,6 +265,10 @@ class AgreeingDecider(Decider):
             self._ranks.decisions.all_reduce(flags, f"step {step.account.step}", largest=True)
         names = [job.record.name for job, flag in zip(step.jobs, flags.tolist(), strict=True) if flag]
         return names or ["a unit of another part of the model"]
+
+
+def _of_gradients(totals: Sequence[float]) -> list[float]:
+    return [total for total in totals if total != _NO_GRADIENTS]
 
 
 def _told(

@@ -262,6 +262,34 @@ def test_a_second_step_with_the_same_gradients_comes_after_the_first_ones_weight
             assert found[f"{name}slow"] == found[name], name
 
 
+# --- steps without gradients ---
+
+
+def step_without(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    """The loss scale after each step of a plain loop, whether it was applied, and its norm."""
+    config = config_of("host", 3, Path(directory), world_size=world_size)
+    del config["gradient_clipping"], config["optimizer"]
+    config["fp16"] = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    model = make_odd_model()
+    _, optimizer = offloadzero.offload(model, torch.optim.SGD(model.parameters(), lr=3e-3), config)
+    found = []
+    for has_gradients in (True, False, False, True):
+        if has_gradients:
+            optimizer.scale(model(micro_batch(0, rank, world_size))).backward()
+        optimizer.step()
+        coordinator = optimizer.runtime.coordinator
+        found.append([optimizer.loss_scale, coordinator.was_applied(), coordinator.grad_norm() > 0])
+        optimizer.zero_grad()
+    optimizer.close()
+    return found
+
+
+def test_a_step_without_gradients_leaves_the_loss_scale_to_those_that_have_them(tmp_path: Path) -> None:
+    expected = [[32.0, True, True], [32.0, False, False], [32.0, False, False], [64.0, True, True]]
+    assert step_without(0, 1, str(tmp_path)) == expected
+    assert run_ranks(step_without, 2, tmp_path, 2, str(tmp_path)) == [expected] * 2
+
+
 # --- departures ---
 
 
