@@ -28,6 +28,7 @@ from offloadzero.parameters.dtensors import expect_no_dtensors
 from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
 from offloadzero.runtime import Runtime
 from offloadzero.segments import TierName
+from offloadzero.step.scaled_losses import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
 from offloadzero.update.records import Record
@@ -234,7 +235,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             setattr(
                 self, name, getattr(origin, name)
             )  # the same dicts: handles that scripts hold remove from both
-        self._num_scaled = 0  # losses of this step whose backward has not begun
+        self._scaled = ScaledLosses() if config.precision.param_dtype == "fp16" else None
         self.has_stepped = False  # counts steps of this process only
         if before_take_over is not None:
             before_take_over(self)
@@ -244,7 +245,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             spec=self.spec,
             param_groups=param_groups,
             current_hypers=self._current_hypers,
-            before_backward=self._check_scaled if config.precision.param_dtype == "fp16" else None,
+            before_backward=self._scaled.expect_backward if self._scaled is not None else None,
             keeps_after_step=keeps_gradients,
             is_of_all_trainable=is_of_all_trainable,
         )
@@ -290,17 +291,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale a loss for fp16: `optimizer.scale(loss).backward()`, as torch.amp.GradScaler does; else return it."""
-        self._num_scaled += 1
         factor = self.runtime.coordinator.loss_scale
-        return loss if factor == 1.0 else loss * factor
-
-    def _check_scaled(self) -> None:
-        if not self._num_scaled:
-            raise StateError(
-                "fp16 gradients need loss scaling, once for each backward: optimizer.scale(loss).backward(), or "
-                "engine.backward(loss)"
-            )
-        self._num_scaled -= 1
+        scaled = loss if factor == 1.0 else loss * factor
+        if self._scaled is not None:
+            self._scaled.add(scaled)
+        return scaled
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -326,7 +321,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with uninterrupted:
             through("step.step", self.runtime.coordinator.step)()
-            self._num_scaled = 0  # the next losses may have another scale
+            if self._scaled is not None:
+                self._scaled.end_step()
             self.has_stepped = True
             if self.origin is not None:
                 # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.

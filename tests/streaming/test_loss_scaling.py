@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.errors import NonFiniteError, StateError
@@ -183,6 +184,35 @@ def test_clipping_by_hand_counts_the_loss_scale_in() -> None:
         assert torch.nn.utils.get_total_norm(moves[-1]) == pytest.approx(0.1 * max_norm, rel=0.01)
         optimizer.close()
     torch.testing.assert_close(*moves)
+
+
+def test_a_scaled_loss_has_one_backward_whatever_runs_inside_of_it(tmp_path: Path) -> None:
+    """Where all gradients come from reentrant checkpoints each of these begins as a backward of its own."""
+
+    class Frozen(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out.requires_grad_(False)
+
+        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+            return x
+
+    def train(*, is_reentrant: bool) -> Outcome:
+        torch.manual_seed(0)
+        model = Frozen()
+        model.is_reentrant = is_reentrant
+        config = make_config("host", tmp_path, dtype="fp16", accumulation=2, fp16={"loss_scale": 8})
+        engine, *_ = offloadzero.initialize(model=model, config=config)
+        losses = take_inputs(features, num_steps=2)(engine)
+        with pytest.raises(StateError, match="once for each backward"):
+            engine(features(0)).backward()
+        outcome = snapshot(engine, losses)
+        engine.close()
+        return outcome
+
+    assert_same(train(is_reentrant=True), train(is_reentrant=False))
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
