@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -292,6 +293,13 @@ class ReducingCoordinator(StepCoordinator):
         super().__init__(*args, **more)
         self._ranks = ranks
         self._order = ReduceOrder(self._gradients)
+        expect_first_order = weakref.WeakMethod(self._expect_first_order)
+
+        def before_backward() -> None:
+            if (call := expect_first_order()) is not None:
+                call()
+
+        self._executor.call_before_backward(before_backward)
         self._has_begun = False
         self._has_learnt = False
         self._writes_before = ranks.writes.value  # those of the script until the last step
@@ -300,13 +308,19 @@ class ReducingCoordinator(StepCoordinator):
 
     def _begin_backward(self) -> None:
         super()._begin_backward()
-        if not self._has_begun:
-            self._expect_first_order()
+        self._expect_first_order()
         self._order.begin()
 
     def _expect_first_order(self) -> None:
-        """Expect them in the reversed order of the first rank's forward: [Note: when a gradient is reduced]."""
+        """Expect them in the reversed order of the first rank's forward: [Note: when a gradient is reduced].
+
+        The ranks come here in the first backward: with their first gradient, or before they fetch anything. The first
+        gradient of one, an expert's say, may come before a fetch for which it would wait here, and another's after it.
+        """
+        if self._has_begun:
+            return
         self._has_begun = True
+        self._executor.call_before_backward(None)
         used = dict.fromkeys(index for index in self._executor.take_entered() if index in self._gradients)
         # What may never come is last, so nothing waits for it.
         unused = (index for index in reversed(self._gradients) if index not in used)

@@ -40,7 +40,7 @@ from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
-from offloadzero.torch_private import active_ddp_module
+from offloadzero.torch_private import NO_GRAPH_TASK, active_ddp_module, current_graph_task_id
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import gathered_regions, kept_parts, kept_place, kept_regions
 from offloadzero.update.records import Record
@@ -66,11 +66,14 @@ class GatheredFetches(UnitFetches):
         self._ranks = ranks
         self._coded = coded
         self._near = near
+        self.before_backward: Callable[[], None] | None = None  # called before each fetch of a backward
 
     def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
         """Fetch a unit, after its last update, into `target`, device, shape (num_elements,)."""
         if not unit.record.is_gathered:
             return super().submit(unit, target)
+        if self.before_backward is not None and current_graph_task_id() != NO_GRAPH_TASK:
+            self.before_backward()
         ranks, near = self._ranks, self._near
         ranks.order.note(unit.record.index)
         if near is not None and near.is_current(unit):
@@ -182,7 +185,7 @@ class GatheringExecutor(Executor):
         return OrderedResidency(self.units, arena_bytes=arena_bytes)
 
     def _make_fetches(self, staging: BufferPool) -> UnitFetches:
-        return GatheredFetches(
+        self._gathered_fetches = GatheredFetches(
             self._store,
             staging=staging,
             clock=self._clock,
@@ -190,6 +193,11 @@ class GatheringExecutor(Executor):
             coded=self.coded,
             near=self._near,
         )
+        return self._gathered_fetches
+
+    def call_before_backward(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called before each fetch that a backward asks for; None: no longer."""
+        self._gathered_fetches.before_backward = call
 
     def step_decided_by(self, decided: Ticket) -> None:
         """Let no forward of the next step begin before `decided`: [Note: where a refused step is told]."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.schedule.prefetch import Evict
@@ -29,7 +30,7 @@ from offloadzero.streaming.unit_leases import UnitLeases
 from tests.support import faults
 from tests.support.ranks import run_ranks
 from tests.support.schedules import Slowness
-from tests.support.sharded import config_of, digest, engine_of, micro_batch
+from tests.support.sharded import WIDTH, config_of, digest, engine_of, global_losses, micro_batch
 from tests.support.training import merge
 
 WORLD_SIZE = 3
@@ -235,3 +236,58 @@ def test_an_order_that_goes_by_time_is_an_error_on_all_ranks(name: str, tmp_path
             assert not text or text.startswith(("StateError: ", "RankError: "))
             assert float(took_s) < PLANTED_TIMEOUT_S + 20
     assert any(text for text, *_ in by_rank[0].values()), "it does not show"
+
+
+# --- a first gradient that comes at another place on each rank ---
+
+
+class RoutedBlock(nn.Module):
+    """A frozen layer, and an expert that an input may not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.expert = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, takes_expert: bool) -> Tensor:
+        x = torch.tanh(self.frozen(x))
+        return x + self.expert(x) if takes_expert else x
+
+
+class Routed(nn.Module):
+    """The first block's expert is for all inputs; which have the others says `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(4))
+
+    def forward(self, x: Tensor, takes_experts: bool) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, takes_experts or not number)
+        return x.pow(2).mean()
+
+
+def train_routed(rank: int, world_size: int, directory: str) -> dict[str, Any]:
+    """The losses of this rank's inputs, of which those of the last rank alone take all experts, and the weights."""
+    torch.manual_seed(0)
+    config = config_of("host", 3, Path(directory), world_size=world_size)
+    engine, *_ = offloadzero.initialize(model=Routed(), config=config)
+    losses = []
+    for seed in range(NUM_STEPS):
+        inputs = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
+        parts = [rank] if world_size > 1 else [0, 1]
+        loss = torch.stack([engine(inputs[part], part == 1) for part in parts]).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = digest(engine.module.state_dict())
+    engine.close()
+    return {"losses": losses, "weights": weights}
+
+
+def test_the_first_gradients_may_come_at_another_place_on_each_rank(tmp_path: Path) -> None:
+    """One has it before it fetches the block before, for which the other waits before it has any."""
+    by_rank = run_ranks(train_routed, 2, tmp_path, 2, str(tmp_path), timeout_s=PLANTED_TIMEOUT_S)
+    expected = train_routed(0, 1, str(tmp_path))["losses"]
+    assert global_losses([found["losses"] for found in by_rank]) == pytest.approx(expected, rel=1e-5)
+    assert by_rank[0]["weights"] == by_rank[1]["weights"]
