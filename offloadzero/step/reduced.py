@@ -325,8 +325,14 @@ class ReducingCoordinator(StepCoordinator):
         # What may never come is last, so nothing waits for it.
         unused = (index for index in reversed(self._gradients) if index not in used)
         order = torch.tensor([*reversed(used), *unused], dtype=torch.int64, device="cpu")
-        self._ranks.control.broadcast(order, "the order of the first gradients")
-        self._order.learn(order.tolist())
+        self._order.learn(self._of_first_rank(order, "the order of the first gradients"))
+
+    def _of_first_rank(self, order: Tensor, label: str) -> list[int]:
+        """Return the first rank's order, by a collective that ends with all ranks: [Note: a standstill]."""
+        if self._ranks.control.spec.rank:
+            order.fill_(-1)
+        self._ranks.control.all_reduce(order, label, largest=True)
+        return order.tolist()
 
     def complete(self, gradient: RecordGradient) -> None:
         """Reduce the gradients that are next, now that a record's is collected."""

@@ -120,18 +120,29 @@ def wait_for_each_other(rank: int, directory: str) -> dict[str, str]:
         engine.step()
 
     saved = str(Path(directory) / "alone")
-    cases: dict[str, tuple[int, Callable[[offloadzero.Engine], object]]] = {
-        "saves": (3, lambda e: e.save_checkpoint(saved) if rank == 0 else None),
-        "loads": (0, lambda e: e.load_checkpoint(saved) if rank == 0 else None),
-        "asks for the norms": (2, norms),
+    cases: dict[str, tuple[int, int, Callable[[offloadzero.Engine], object]]] = {  # stage, steps before
+        "saves": (3, 1, lambda e: e.save_checkpoint(saved) if rank == 0 else None),
+        "loads": (0, 1, lambda e: e.load_checkpoint(saved) if rank == 0 else None),
+        "asks for the norms": (2, 1, norms),
+        "reads at once": (
+            2,
+            0,
+            lambda e: safe_get_full_fp32_param(e.module.wide.weight) if rank == 0 else None,
+        ),
     }
     said = {}
     with patch.object(ranks, "WAITED_S", 0.0):
-        for name, (stage, case) in cases.items():
-            engine = engine_of(config_of("host", stage, Path(directory), world_size=2))
+        for name, (stage, num_before, case) in cases.items():
+            engine = engine_of(
+                config_of("host", stage, Path(directory), world_size=2, bf16={"enabled": not num_before})
+            )
 
-            def go(case: Callable[..., object] = case, engine: offloadzero.Engine = engine) -> None:
-                train(engine, rank, 2, num_steps=1)
+            def go(
+                case: Callable[..., object] = case,
+                engine: offloadzero.Engine = engine,
+                num_before: int = num_before,
+            ) -> None:
+                train(engine, rank, 2, num_steps=num_before)
                 case(engine)
                 train(engine, rank, 2, num_steps=1)
 
@@ -145,6 +156,7 @@ def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(fou
         "saves": "what the ranks do (reads odd (exp_avg) to save it)",
         "loads": "what the ranks do (loads a checkpoint)",
         "asks for the norms": "what the ranks do (asks for the norms of the gradients of ",
+        "reads at once": "what the ranks do (reads wide.weight (master))",
     }
     for said in found["wait_for_each_other"]:
         assert said.keys() == acts.keys()
