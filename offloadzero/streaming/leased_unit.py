@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -257,6 +257,8 @@ class LeasedUnit:
         # Else writes through a kept view are committed with this forward's writes.
         if not self.is_kept:
             self.versions = tuple([clock._version for clock in self.clocks])
+        elif self.gathered:
+            self._pass_over(self.gathered)
 
     def leave_forward(self) -> None:
         """Make the parameters `AwayParameter`s again."""
@@ -280,11 +282,21 @@ class LeasedUnit:
 
     def expect_no_late_write(self) -> None:
         """Raise if a kept view was written after the forward that made it, and the write is not committed."""
-        if self.is_kept and (written := self.places_written()):
+        if not self.is_kept:
+            return
+        # A kept view shares the version of its parameter, which a script may write where it has gathered it.
+        if written := [place for place in self.places_written() if place not in self.gathered]:
             raise StateError(
                 f"{self.record.slots[written[0]].name} was written through a view that its module's forward made, "
                 "after that forward: write the parameter itself (under torch.no_grad()), or keep a clone() of the view"
             )
+
+    def _pass_over(self, places: Iterable[int]) -> None:
+        """Take what was written into gathered parameters, which is committed as theirs, for no write of a view."""
+        versions = list(self.versions)
+        for place in places:
+            versions[place] = self.clocks[place]._version
+        self.versions = tuple(versions)
 
     def stays_kept(self) -> bool:
         """Whether tensors other than the parameters look at the unit, which is on the device."""
@@ -335,6 +347,8 @@ class LeasedUnit:
         """Undo `gather`; return the memory that the parameter has now."""
         param = self.params[place]
         value = param.data
+        if self.is_kept:
+            self._pass_over([place])
         del self.gathered[place]
         param.__class__ = self._away[place]
         self.shown_at = -1
