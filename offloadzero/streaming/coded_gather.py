@@ -43,7 +43,8 @@ class CodedGather:
     def is_coded(self, record: Record, slot: ParamSlot) -> bool:
         """Return whether the parameter's values on the device are those that codes stand for."""
         first = 0 if slot.trainable else record.num_trainable
-        return len(slot.shape) > 1 and self.region_at(record, first) is not None
+        region = self.region_at(record, first)
+        return region is not None and slot.index in region.coded
 
     def region_at(self, record: Record, start: int) -> WireRegion | None:
         """Return how the region from element `start` on goes between ranks; None: as it is."""

@@ -23,6 +23,7 @@ from offloadzero.arithmetic.block_codes import (
 )
 from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.memory.arena import align_up
+from offloadzero.sharding.mesh import is_divided_by_tensor_parallelism
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -49,6 +50,7 @@ class WireRegion(NamedTuple):
     dtype: torch.dtype
     num_elements: int
     shard: ShardSpec
+    coded: frozenset[int]  # the parameters that go as codes, by their slots' indices
     exact: tuple[ExactPart, ...]
     exact_elements: int  # that each rank sends
 
@@ -153,19 +155,25 @@ def near_copy_bytes(record: Record, config: ZeroPlusPlusConfig) -> int:
 
 
 def _region(record: Record, slots: Sequence[ParamSlot], start: int, stop: int) -> WireRegion:
-    exact = tuple(_exact_parts(slots, start, stop, record.shard.world_size))
+    coded = frozenset(slot.index for slot in _coded(slots))
+    others = [slot for slot in slots if slot.index not in coded]
+    exact = tuple(_exact_parts(others, start, stop, record.shard.world_size))
     sent = [0] * record.shard.world_size
     for part in exact:
         sent[part.rank] += part.stop - part.start
-    return WireRegion(record.dtype, stop - start, record.shard, exact, max(sent))
+    return WireRegion(record.dtype, stop - start, record.shard, coded, exact, max(sent))
+
+
+def _coded(slots: Sequence[ParamSlot]) -> list[ParamSlot]:
+    """The parameters of a region that go as codes: [Note: exact on the wire]."""
+    matrices = [slot for slot in slots if len(slot.shape) > 1]
+    return [slot for slot in matrices if is_divided_by_tensor_parallelism(slot.param)] or matrices
 
 
 def _exact_parts(slots: Sequence[ParamSlot], base: int, end: int, world_size: int) -> Iterator[ExactPart]:
     kept = (end - base) // world_size
     places = [0] * world_size
     for slot in slots:
-        if len(slot.shape) > 1:
-            continue
         start, last = slot.offset - base, slot.offset - base + slot.num_elements
         while start < last:
             rank = start // kept

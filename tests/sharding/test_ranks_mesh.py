@@ -50,6 +50,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
     works: tuple[Callable[[int, str], Any], ...] = (
         train_tensor_parallel,
         train_dtensors,
+        train_with_codes,
         decide_together,
         step_alone,
         end_apart,
@@ -187,6 +188,45 @@ def test_dtensors_train_as_one_process(found: Found, directory: Path) -> None:
     assert all(of_rank["loaded"] for of_rank in by_rank)
     by_case = [[of_rank[f"{stage} {placement}"] for of_rank in by_rank] for stage, placement, _ in FORMS]
     expect_as_alone(by_case, directory)
+
+
+# --- weights as codes ---
+
+
+class Gated(torch.nn.Module):
+    """A divided block with a matrix that is the same on all tensor-parallel ranks."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(meshes.WIDTH, meshes.WIDTH, bias=False)
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x + self.gate(x).tanh())
+
+
+def train_with_codes(_: int, directory: str) -> list[Any]:
+    """Losses, and the weights that the ranks along `tp` have in common."""
+    mesh = mesh_of("dp", "tp")
+    model = meshes.make_model(mesh.get_group("tp"))
+    model.blocks = torch.nn.ModuleList(Gated(block) for block in model.blocks)
+    codes = {"zero_quantized_weights": True}
+    config = meshes.config_of("host", 3, directory, num_ranks=2, zero_optimization=codes)
+    engine, *_ = offloadzero.initialize(model=model, config=config, mpu=mesh)
+    losses = meshes.train(engine, num_steps=NUM_STEPS)
+    weights = weights_of(engine)
+    engine.close()
+    return [
+        losses,
+        {name: value for name, value in weights.items() if not name.endswith(tuple(meshes.DIVIDED))},
+    ]
+
+
+def test_codes_of_weights_are_the_same_on_tensor_parallel_ranks(found: Found) -> None:
+    ranks = found["train_with_codes"]
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert ranks[0][1] == ranks[2][1]
 
 
 # --- decisions of all parts ---
