@@ -18,7 +18,9 @@ A resident unit stays where it is, and kept views of it stay valid. Its updates 
 those of a unit that has kept views.
 
 A write through a kept view between the forward and the moment when the unit leaves goes to memory that is given up:
-the next look at the unit raises an error.
+the next look at the unit raises an error. It goes by the parameter's version, which counts its views' writes. While a
+script has gathered the parameter, that counts the script's own writes as well: a write through a kept view of the same
+parameter is not told from these, and is not noticed.
 """
 
 from __future__ import annotations
