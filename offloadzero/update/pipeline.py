@@ -24,7 +24,7 @@ from offloadzero.fail_points import through
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import FINISHED, AllOf, Ticket, unfinished
+from offloadzero.memory.tickets import AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.segments import SegmentKind
 from offloadzero.update.delivery import Delivery, UpdateTicket
@@ -82,7 +82,7 @@ class _Chunk:
     is_last: bool
     delivery: Delivery | None
     writes: list[Ticket]  # of all chunks of the update
-    previous: Ticket = FINISHED  # the record's update before this one, whose writes come first
+    previous: Ticket  # the record's update before this one, whose writes come first
     data: StagedChunk | None = None
 
 
@@ -126,7 +126,6 @@ class UpdatePipeline:
         self._arriving: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._work: deque[_Work] = deque()  # used by the thread alone
         self._chunks: deque[_Chunk] = deque()  # of the record that is being cut
-        self._last: dict[int, Ticket] = {}  # the last begun update of each record
         self._closing = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="offloadzero-update", daemon=True)
@@ -217,14 +216,13 @@ class UpdatePipeline:
             return
         # A forward has waited for its parameters, which may have been delivered, but not for the writes. Between two
         # steps with the same gradients there is none: other ranks may still be sent what the first has made.
-        previous = AllOf([self._last.get(update.record.index, FINISHED), unfinished(update.before)])
-        self._last[update.record.index] = update.ticket
+        previous = unfinished(update.before)
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
-            self._update_on_device(update, update.grad)
+            self._update_on_device(update, update.grad, previous)
             return
         bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
         if not bounds:  # what has a gradient has no elements, or none of this rank's
-            self._finish(update, (unfinished(previous),))
+            self._finish(update, (previous,))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
@@ -249,7 +247,7 @@ class UpdatePipeline:
         on_host = isinstance(update.grad, torch.Tensor) and devices.is_host_memory(update.grad)
         return needs_slot(update.record) or not on_host
 
-    def _update_on_device(self, update: RecordUpdate, grad: torch.Tensor) -> None:
+    def _update_on_device(self, update: RecordUpdate, grad: torch.Tensor, previous: Ticket) -> None:
         buffers = {kind: segment.memory for kind, segment in update.record.segments.items()}
         buffers[SegmentKind.GRAD] = grad
 
@@ -258,7 +256,7 @@ class UpdatePipeline:
                 self._step(update, buffers, start=0, stop=update.record.kept_trainable, form=self._form)
             update.release_gradient()
 
-        update.ticket.fulfil(self._device_lane.submit(task, after=[unfinished(update.before)]))
+        update.ticket.fulfil(self._device_lane.submit(task, after=[previous]))
 
     def _start_reads(self, chunk: _Chunk) -> None:
         chunk.data = data = self._stager.stage(chunk.update.record, chunk.start, chunk.stop)

@@ -59,6 +59,9 @@ REDUNDANT: dict[str, str] = {
     "streaming/gathered_inputs.py fetch: after without self.sent.copied": "as in activation_homes.py",
 }
 
+# What one rank would not need, by key: the runs of several ranks are made although one process comes there, too.
+FOR_RANKS = {"update/pipeline.py _update_on_device: after without previous"}
+
 # What only the numbers show, by key: why the checker sees no race.
 NUMBERS_ALONE: dict[str, str] = {
     "step/coordinator.py _wait_begun: no job.ticket.wait_fulfilled()": "what is read too early is which updates were "
@@ -317,7 +320,7 @@ def judge(
     """Each in the runs that come to its place; one that is known to be redundant is not looked for with other luck."""
     verdicts = []
     for mutation in mutants:
-        names = _runs_at((mutation.file, mutation.statement), reference)
+        names = _runs_at(mutation, reference)
         seeds = SEEDS[:1] if mutation.key in REDUNDANT else SEEDS
         verdicts.append(Verdict(mutation, [(name, seed) for seed in seeds for name in names], reference))
     ended: dict[Mutation, Verdict] = {}
@@ -330,9 +333,12 @@ def judge(
             following = next(waiting, None)
 
 
-def _runs_at(place: Place, reference: Mapping[str, Reference]) -> list[str]:
-    """Those that come to a place; of several ranks only where no other does."""
+def _runs_at(mutation: Mutation, reference: Mapping[str, Reference]) -> list[str]:
+    """Those that come to its place; of several ranks only where no other does, or where these need the order."""
+    place = (mutation.file, mutation.statement)
     names = [name for name, known in reference.items() if place in known.reached]
+    if mutation.key in FOR_RANKS:
+        return [name for name in names if name.startswith(OF_RANKS)]
     return [name for name in names if not name.startswith(OF_RANKS)] or names
 
 

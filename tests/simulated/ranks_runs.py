@@ -43,6 +43,7 @@ from tests.simulated.ranks_scripts import (
     edit_gradients,
     notice_a_refused_step,
     read_states,
+    step_again,
     train,
     trained_at_the_end,
     use_a_graph_from_before_the_step,
@@ -259,6 +260,7 @@ RUNS: dict[str, RanksRun] = {
         "stage 2, device": of("device", stage=2, slow=("updates",)),
         "stage 0, updated slowly": of("device", stage=0, slow=("update-device",)),
         "old graphs": of(STATES_ON_HOST, stage=1, make_model=Shift, script=use_a_graph_from_before_the_step),
+        "device, stepped again": of("device", stage=1, script=step_again, slow=("new-weights",)),
         "asked early, old graphs": of(
             STATES_ON_HOST,
             stage=1,

@@ -77,6 +77,21 @@ def use_a_graph_from_before_the_step(engine: Any, here: Here) -> list[float]:
     return floats(losses)
 
 
+def step_again(engine: Any, here: Here) -> list[float]:
+    """Two steps with the same gradients, as a plain loop may take them: between them no one waits for new weights."""
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._runtime.coordinator._window, "_keeps_after_step", True)
+        for number in range(NUM_STEPS):
+            loss = engine(inputs(number, here))
+            engine.backward(loss)
+            engine.step()
+            engine.step()
+            losses.append(loss.detach())
+            engine.zero_grad()
+    return floats(losses)
+
+
 def use_old_graphs_without_room(engine: Any, here: Here) -> list[float]:
     """Backward finds no lease for a weight and gathers it into memory of its own."""
     touch = Executor.touch
