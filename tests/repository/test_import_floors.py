@@ -87,7 +87,9 @@ Graph = dict[str, set[str]]
 
 def test_every_name_on_a_floor_is_there() -> None:
     names = {name for name in FLOORS if name}
-    assert names == {name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()}
+    assert names == {
+        name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    }
 
 
 def module_files(package: Path) -> dict[str, Path]:
