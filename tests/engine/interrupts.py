@@ -44,6 +44,7 @@ from typing import Any, TextIO
 import torch
 
 import offloadzero
+from offloadzero.interrupts import UninterruptedThroughout, held, uninterrupted
 from tests.support.tiny import TinyModel, settings, tokens
 
 PACKAGE = str(Path(offloadzero.__file__).parent) + os.sep
@@ -288,6 +289,16 @@ class InjectedError(RuntimeError):
 
 class InjectedFault(Injected):
     """An error in the place of an interrupt: nothing holds it back."""
+
+    # The end of a section calls nothing and takes no memory, and is as deep in the stack as its beginning, which was
+    # called: no error can come there.
+    _ENDS = frozenset(
+        section.__exit__.__code__ for section in (type(uninterrupted), type(held), UninterruptedThroughout)
+    )
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code not in self._ENDS:
+            super()._look(frame, event, argument)
 
     def _strike(self, frame: FrameType) -> None:
         if frame.f_code.co_name != "__del__":  # Python swallows it there
