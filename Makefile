@@ -23,7 +23,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train train-2 test campaign lint gpu-test gpu bench native-test
+.PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -89,6 +89,10 @@ campaign: export OFFLOADZERO_TEST_RANKS = all
 campaign: export OFFLOADZERO_TEST_EXHAUSTIVE = all
 campaign: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest $(CAMPAIGN)
+
+# The tables of keys and schedules in docs/config.md, of the keys as they are declared.
+docs: $(STAMPS)/dev
+	$(BIN)/python -m tests.support.key_tables
 
 lint: $(STAMPS)/dev
 	ruff check .

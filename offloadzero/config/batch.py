@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadzero.config.block import Block, is_auto
-from offloadzero.config.parse import MAX_COUNT, read_bool, read_int
+from offloadzero.config.block import Block
+from offloadzero.config.parse import MAX_COUNT, is_auto, read_bool, read_int
 from offloadzero.config.schema import BatchConfig
 from offloadzero.errors import ConfigError
 
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
+_ONE_STEP = BatchConfig.gradient_accumulation_steps
 
 
 def read_batch(top: Block, *, world_size: int) -> BatchConfig:
@@ -41,11 +42,11 @@ def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, wo
     """
     if train is None:
         if micro is None:
-            return BatchConfig(None, None, 1 if steps is None else steps)
-        steps = 1 if steps is None else steps
+            return BatchConfig(None, None, _ONE_STEP if steps is None else steps)
+        steps = _ONE_STEP if steps is None else steps
         return BatchConfig(micro * steps * world_size, micro, steps)
     if micro is None:
-        steps = 1 if steps is None else steps
+        steps = _ONE_STEP if steps is None else steps
         micro = _divide(
             train, by=steps * world_size, product=f"{_MICRO} * {steps} ({_STEPS}) * {world_size} (ranks)"
         )

@@ -6,19 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
-from offloadzero.config.parse import any_enabled, read_bool, read_float, read_mapping, read_str
+from offloadzero.config.parse import any_enabled, is_auto, read_bool, read_float, read_mapping, read_str
 from offloadzero.errors import ConfigError, abbreviated
 
 T = TypeVar("T")
 D = TypeVar("D")
-
-# The Hugging Face Trainer resolves "auto" before us.
-AUTO = "auto"
-
-
-def is_auto(value: object) -> bool:
-    """Whether a value is the word "auto"."""
-    return isinstance(value, str) and value == AUTO
 
 
 class Block:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from offloadzero.config.batch import read_batch
-from offloadzero.config.block import Block, is_auto
-from offloadzero.config.keys import DEEPSPEED_KEYS
+from offloadzero.config.block import Block
+from offloadzero.config.keys import DEEPSPEED_KEYS, MIN_SUB_GROUP_ELEMENTS, NOT_OFFLOADED
 from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
 from offloadzero.config.optimizer import read_optimizer, read_scheduler
-from offloadzero.config.parse import read_bool, read_enum, read_float, read_int, read_num_bytes
+from offloadzero.config.parse import is_auto, read_bool, read_enum, read_float, read_int, read_num_bytes
 from offloadzero.config.schema import (
+    DEFAULT_GRADIENT_CLIPPING,
     AioConfig,
     LossScaleConfig,
     OffloadConfig,
@@ -26,9 +27,6 @@ from offloadzero.config.schema import (
 from offloadzero.errors import ConfigError
 from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
 from offloadzero.segments import SegmentKind, TierName
-
-DEFAULT_GRADIENT_CLIPPING = 1.0
-MIN_SUB_GROUP_ELEMENTS = 65_536
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
@@ -62,7 +60,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
     for name in ("checkpoint", "tensor_parallel"):
         reading.sub_block(top, name, name)
     checkpointing = reading.sub_block(top, "activation_checkpointing", "activation_checkpointing")
-    reading.inputs_on_host = checkpointing.read("cpu_checkpointing", read_bool, False)
+    reading.inputs_on_host = checkpointing.read("cpu_checkpointing", read_bool, reading.inputs_on_host)
     zero = _read_zero(top, reading)
     return OffloadConfig(
         batch=read_batch(top, world_size=world_size),
@@ -77,11 +75,17 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
         units=_read_units(zero.block),
-        partition_activations=checkpointing.read("partition_activations", read_bool, False),
+        partition_activations=checkpointing.read(
+            "partition_activations", read_bool, OffloadConfig.partition_activations
+        ),
         update=_read_update(zero.block, reading),
         aio=_read_aio(top, reading),
-        max_live_parameters=zero.block.read("max_live_parameters", read_int, None, minimum=0),
-        gather_16bit_weights_on_save=zero.block.read("gather_16bit_weights_on_model_save", read_bool, False),
+        max_live_parameters=zero.block.read(
+            "max_live_parameters", read_int, OffloadConfig.max_live_parameters, minimum=0
+        ),
+        gather_16bit_weights_on_save=zero.block.read(
+            "gather_16bit_weights_on_model_save", read_bool, OffloadConfig.gather_16bit_weights_on_save
+        ),
         steps_per_print=_read_steps_per_print(top),
     )
 
@@ -179,7 +183,7 @@ def _read_stage(block: Block) -> int:
         return int(value)
     if value is not None and value not in (0, 1, 2, 3):
         raise ConfigError(block.dotted("stage"), value, "allowed 0, 1, 2, 3")
-    return block.read("stage", read_int, 0)
+    return block.read("stage", read_int, OffloadConfig.zero_stage)
 
 
 def _offload_block(zero: Block, name: str, old_name: str, reading: Reading) -> Block:
@@ -211,8 +215,8 @@ def _read_placement(zero: _Zero, reading: Reading) -> PlacementConfig:
 
 
 def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading) -> TierName | None:
-    device = block.read("device", read_enum, "none", allowed=("none", *_OFFLOAD_TIERS))
-    if device == "none":
+    device = block.read("device", read_enum, NOT_OFFLOADED, allowed=(NOT_OFFLOADED, *_OFFLOAD_TIERS))
+    if device == NOT_OFFLOADED:
         return None
     if stage < min_stage:
         stages = " or ".join(str(allowed) for allowed in range(min_stage, 4))
@@ -229,12 +233,14 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
 
 def _read_zero_plus_plus(zero: _Zero, world_size: int) -> ZeroPlusPlusConfig:
     """Read the keys of ZeRO++, which change nothing on one rank."""
-    block = zero.block
+    block, default = zero.block, ZeroPlusPlusConfig()
     config = ZeroPlusPlusConfig(
-        quantized_weights=block.read("zero_quantized_weights", read_bool, False),
-        quantized_nontrainable_weights=block.read("zero_quantized_nontrainable_weights", read_bool, False),
-        node_ranks=max(1, block.read("zero_hpz_partition_size", read_int, 1, minimum=0)),
-        quantized_gradients=block.read("zero_quantized_gradients", read_bool, False),
+        quantized_weights=block.read("zero_quantized_weights", read_bool, default.quantized_weights),
+        quantized_nontrainable_weights=block.read(
+            "zero_quantized_nontrainable_weights", read_bool, default.quantized_nontrainable_weights
+        ),
+        node_ranks=max(1, block.read("zero_hpz_partition_size", read_int, default.node_ranks, minimum=0)),
+        quantized_gradients=block.read("zero_quantized_gradients", read_bool, default.quantized_gradients),
     )
     asked = {
         "zero_quantized_weights": config.quantized_weights,
@@ -260,7 +266,7 @@ def _read_pin_memory(zero: _Zero) -> bool:
         zero.optimizer.read("pin_memory", read_bool, None),
     ]
     written = [wish for wish in wishes if wish is not None]
-    return any(written) if written else True
+    return any(written) if written else OffloadConfig.pin_memory
 
 
 def _read_units(zero: Block) -> UnitConfig:

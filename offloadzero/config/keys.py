@@ -1,6 +1,8 @@
-"""Every key that the loader knows, its effect here, and the reason: the single source of docs/config.md's tables.
+"""Every key that the loader knows, its effect here, and the reason: the source of docs/config.md's tables.
 
-A table maps the path of a JSON object ("" is the top level) to its keys. A key in no table is a ConfigError.
+A table maps the path of a JSON object ("" is the top level) to its keys. A key in no table is a ConfigError. Here are
+DeepSpeed's keys, with the defaults of the fields that they set; ours are declared with their fields, in `schema.py`:
+[Note: a key is its field]. `make docs` writes the tables of the document.
 """
 
 from __future__ import annotations
@@ -10,8 +12,24 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
-from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
+from offloadzero.config.declared import own_keys, shown
+from offloadzero.config.optimizer_arguments import OPTIMIZERS, TORCH_ADAMW_DECAY
+from offloadzero.config.schema import (
+    DEFAULT_GRADIENT_CLIPPING,
+    ActivationConfig,
+    AioConfig,
+    BatchConfig,
+    BudgetConfig,
+    LossScaleConfig,
+    ObserveConfig,
+    OffloadConfig,
+    PlacementConfig,
+    PlacementRule,
+    UnitConfig,
+    UpdateConfig,
+    ZeroPlusPlusConfig,
+)
+from offloadzero.limits import GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
 
 
 class Action(str, Enum):
@@ -80,19 +98,34 @@ _PIPELINE = "reads, the update and writes always overlap (offloadzero.update.num
 _REPLACEMENT = "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)"
 _SCHEDULED_BITS = "not built; ignoring it would change what is trained"
 
+NOT_OFFLOADED = "none"  # the device of an offload block that moves nothing
+MIN_SUB_GROUP_ELEMENTS = 65_536
+
+
+def _default_of(argument: str) -> str:
+    """Return the default of an optimizer's argument, that of the first type that takes it first."""
+    defaults = {name: taken[argument] for name, taken in OPTIMIZERS.items() if argument in taken}
+    usual = next(iter(defaults.values()))
+    others = [f"{name}: {shown(default)}" for name, default in defaults.items() if default != usual]
+    return shown(usual) + (f" ({', '.join(others)})" if others else "")
+
+
 _TOP: dict[str, KeySpec] = {
     "train_batch_size": _use(
         "samples per optimizer step = micro batch * accumulation * ranks", auto_is_absent=False
     ),
     "train_micro_batch_size_per_gpu": _use("samples per forward on one rank", auto_is_absent=False),
     "gradient_accumulation_steps": _use(
-        "micro batches per optimizer step; 1 when it does not follow", auto_is_absent=False
+        f"micro batches per optimizer step; {BatchConfig.gradient_accumulation_steps} when it does not follow",
+        auto_is_absent=False,
     ),
     "managed_gradient_accumulation": _use(
-        "true when absent; false: every engine.step() updates, with all gradients since the last"
+        f"{shown(BatchConfig.managed)} when absent; false: every engine.step() updates, with all gradients since the "
+        "last"
     ),
     "gradient_clipping": _use(
-        "largest global gradient norm, 0 is off; absent: offload() does not clip, initialize() clips at 1.0",
+        "largest global gradient norm, 0 is off; absent: offload() does not clip, initialize() clips at "
+        f"{DEFAULT_GRADIENT_CLIPPING}",
         auto_is_absent=False,
     ),
     "optimizer": _use("the optimizer to build"),
@@ -168,22 +201,33 @@ _OPTIMIZER: dict[str, KeySpec] = {
 }
 
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
-    "lr": _use("learning rate, at least 0; 1e-3 (Adagrad: 1e-2) when absent", auto_is_absent=False),
-    "betas": _use("Adam, Lion: two numbers in [0, 1); 0.9, 0.999 when absent"),
+    "lr": _use(f"learning rate, at least 0; {_default_of('lr')} when absent", auto_is_absent=False),
+    "betas": _use(f"Adam, Lion: two numbers in [0, 1); {_default_of('betas')} when absent"),
     "eps": _use(
-        "Adam, Adagrad: at least 0 (above it for Adam's L2 decay in compact states); 1e-8 (Adagrad: 1e-10) when absent"
+        "Adam, Adagrad: at least 0 (above it for Adam's L2 decay in compact states); "
+        f"{_default_of('eps')} when absent"
     ),
-    "weight_decay": _use("at least 0; 0 when absent"),
-    "lr_decay": _use("Adagrad: the rate of step k is lr / (1 + (k - 1) * lr_decay); 0 when absent"),
-    "initial_accumulator_value": _use("Adagrad: its sums before the first step; 0 when absent"),
-    "momentum": _use("SGD: the share of its buffer that a step keeps; 0 when absent"),
-    "dampening": _use("SGD: a gradient's share in its buffer is 1 - dampening; 0 when absent"),
-    "nesterov": _use("SGD: Nesterov's momentum; false when absent"),
-    "adam_w_mode": _use('true when absent: "Adam" then means AdamW (decoupled weight decay)'),
-    "bias_correction": _use("Adam: true when absent"),
+    "weight_decay": _use(f"at least 0; {_default_of('weight_decay')} when absent"),
+    "lr_decay": _use(
+        f"Adagrad: the rate of step k is lr / (1 + (k - 1) * lr_decay); {_default_of('lr_decay')} when absent"
+    ),
+    "initial_accumulator_value": _use(
+        f"Adagrad: its sums before the first step; {_default_of('initial_accumulator_value')} when absent"
+    ),
+    "momentum": _use(
+        f"SGD: the share of its buffer that a step keeps; {_default_of('momentum')} when absent"
+    ),
+    "dampening": _use(
+        f"SGD: a gradient's share in its buffer is 1 - dampening; {_default_of('dampening')} when absent"
+    ),
+    "nesterov": _use(f"SGD: Nesterov's momentum; {_default_of('nesterov')} when absent"),
+    "adam_w_mode": _use(
+        f'{_default_of("adam_w_mode")} when absent; with true "Adam" means AdamW (decoupled weight decay)'
+    ),
+    "bias_correction": _use(f"Adam: {_default_of('bias_correction')} when absent"),
     "torch_adam": _use(
         "Adam: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode) that is "
-        "not given is torch's 0.01"
+        f"not given is torch's {TORCH_ADAMW_DECAY}"
     ),
     "foreach": _accept("there is one fused update", _BOOL, False),
     "fp32_optimizer_states": _refuse(
@@ -203,13 +247,20 @@ _SCHEDULER: dict[str, KeySpec] = {
 
 _FP16: dict[str, KeySpec] = {
     "enabled": _use("parameters and gradients in fp16; when neither is on they keep the model's dtypes"),
-    "loss_scale": _use("a fixed loss scale; 0 (when absent) is dynamic"),
-    "initial_scale_power": _use("the dynamic scale starts at 2 to this power; 16 when absent"),
-    "loss_scale_window": _use("good steps before the one with which the scale doubles; 1000 when absent"),
-    "hysteresis": _use("overflows before the scale halves; 2 when absent"),
-    "min_loss_scale": _use("the dynamic scale's floor; 1 when absent"),
+    "loss_scale": _use(
+        f"a fixed loss scale, 0 for a dynamic one; {shown(LossScaleConfig.static)} when absent"
+    ),
+    "initial_scale_power": _use(
+        f"the dynamic scale starts at 2 to this power; {LossScaleConfig.initial_scale_power} when absent"
+    ),
+    "loss_scale_window": _use(
+        f"good steps before the one with which the scale doubles; {LossScaleConfig.window} when absent"
+    ),
+    "hysteresis": _use(f"overflows before the scale halves; {LossScaleConfig.hysteresis} when absent"),
+    "min_loss_scale": _use(f"the dynamic scale's floor; {shown(LossScaleConfig.min_scale)} when absent"),
     "consecutive_hysteresis": _use(
-        "true: an overflow is forgotten with the next good step, not only when the scale doubles; false when absent"
+        "true: an overflow is forgotten with the next good step, not only when the scale doubles; "
+        f"{shown(LossScaleConfig.consecutive_hysteresis)} when absent"
     ),
     "auto_cast": _accept("inputs are not cast: hand over floating-point inputs in fp16", _BOOL, False),
     "fused_mode": _accept("there is one fused update", _BOOL),
@@ -241,7 +292,7 @@ _ZERO: dict[str, KeySpec] = {
     "stage3_max_live_parameters": _alias("max_live_parameters"),
     "param_persistence_threshold": _map("units.min_leaf_elements: smaller leaves join the resident unit"),
     "stage3_param_persistence_threshold": _alias("param_persistence_threshold"),
-    "sub_group_size": _map("an upper bound on update.chunk_elements, at least 65536"),
+    "sub_group_size": _map(f"an upper bound on update.chunk_elements, at least {MIN_SUB_GROUP_ELEMENTS}"),
     "gather_16bit_weights_on_model_save": _use(
         "for a script to ask the engine; save_16bit_model saves the whole model either way"
     ),
@@ -296,7 +347,8 @@ _ZERO: dict[str, KeySpec] = {
     "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
     "zero_hpz_partition_size": _use(
         "so many consecutive ranks, those of a machine, keep a copy of the weights of each unit from its first gather "
-        "in a step for the later ones; divides the number of ranks; 1 (when absent) is off, needs stage 3"
+        f"in a step for the later ones; divides the number of ranks; 1 for none; {ZeroPlusPlusConfig.node_ranks} when "
+        "absent; needs stage 3"
     ),
     "zero_quantized_weights": _use(
         "weights are gathered from the ranks as int8 codes, of half the bytes of bf16; needs stage 3"
@@ -315,10 +367,11 @@ _ZERO: dict[str, KeySpec] = {
 }
 
 _OFFLOAD_PARAM: dict[str, KeySpec] = {
-    "device": _use("none, cpu (our host tier) or nvme; none when absent"),
+    "device": _use(f"none, cpu (our host tier) or nvme; {NOT_OFFLOADED} when absent"),
     "nvme_path": _use("a directory or a list of them (striped), needed by nvme, read only then"),
     "pin_memory": _use(
-        "host memory is page-locked and, for io_uring, registered; true when absent, false only if all say so"
+        "host memory is page-locked and, for io_uring, registered; "
+        f"{shown(OffloadConfig.pin_memory)} when absent, false only if all say so"
     ),
     "buffer_count": _accept(_LEASES, _NUMBER),
     "buffer_size": _accept(_LEASES, _NUMBER),
@@ -329,7 +382,10 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
     "device": _OFFLOAD_PARAM["device"],
     "nvme_path": _OFFLOAD_PARAM["nvme_path"],
     "pin_memory": _OFFLOAD_PARAM["pin_memory"],
-    "ratio": _use("share of the optimizer state kept off the device, 0 to 1; 1 when absent"),
+    "ratio": _use(
+        "share of the optimizer state kept off the device, 0 to 1; "
+        f"{shown(PlacementConfig.host_update_ratio)} when absent"
+    ),
     "buffer_count": _accept(_LEASES, _NUMBER),
     "buffer_size": _accept(_LEASES, _NUMBER),
     "pipeline": _accept(_PIPELINE, _BOOL),
@@ -343,14 +399,15 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
 
 _AIO: dict[str, KeySpec] = {
     "block_size": _use(
-        f"bytes per request, rounded up to a multiple of {GRID_BYTES}, fitted to the disk's requests; 1 MiB when absent"
+        f"bytes per request, rounded up to a multiple of {GRID_BYTES}, fitted to the disk's requests; "
+        f"{AioConfig.block_size >> 20} MiB when absent"
     ),
     "queue_depth": _use(
-        f"requests in flight per thread, 1 to {MAX_IO_DEPTH}; 32 when absent; "
+        f"requests in flight per thread, 1 to {MAX_IO_DEPTH}; {AioConfig.queue_depth} when absent; "
         f"aiofiles: of all, at most {MAX_AIOFILES_THREADS}"
     ),
     "intra_op_parallelism": _use(
-        f"threads of the file engine, 1 to {MAX_IO_THREADS}; 1 when absent; "
+        f"threads of the file engine, 1 to {MAX_IO_THREADS}; {AioConfig.num_threads} when absent; "
         f"aiofiles takes up to {MAX_AIOFILES_THREADS} of its own"
     ),
     "thread_count": _alias("intra_op_parallelism"),
@@ -367,7 +424,8 @@ _AIO: dict[str, KeySpec] = {
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
     "partition_activations": _use(
         "under initialize(mpu=...) with more than one rank along tp: each of these keeps its part of the inputs of "
-        "checkpointed units (offloadzero.activation_checkpoints, on any tier); false when absent"
+        "checkpointed units (offloadzero.activation_checkpoints, on any tier); "
+        f"{shown(OffloadConfig.partition_activations)} when absent"
     ),
     "cpu_checkpointing": _map(
         'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
@@ -447,91 +505,24 @@ _SEGMENTS: dict[str, KeySpec] = {
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }
 
+
+def _own_table(config_class: type) -> KeyTable:
+    return {
+        key.name: KeySpec(Action.USE, key.note, auto_is_absent=key.auto_is_absent)
+        for _, key in own_keys(config_class)
+    }
+
+
 OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
     {
-        "offloadzero": {
-            "budgets": _use("bytes each tier may use; from what the machine has when absent"),
-            "placement": _use(
-                "a tier for everything, tiers by segment, a list of rules, or auto; wins over offload_*",
-                auto_is_absent=False,
-            ),
-            "placement_tokens": _use(
-                "tokens of a micro batch: auto takes the fastest placement by what `offloadzero plan` has measured of "
-                "this machine; by bytes when absent"
-            ),
-            "nvme_path": _use("a directory or a list of them (striped), after those of the offload blocks"),
-            "state_layout": _use(
-                "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits"
-            ),
-            "units": _use("how the model is cut"),
-            "activation_checkpoints": _use(
-                "units keep only their inputs for backward and compute the rest again; off when absent, {} is on"
-            ),
-            "update": _use("how the optimizer's update runs"),
-            "aio": _use("which file engine"),
-            "observe": _use("what of each step is shown and recorded (docs/observe.md)"),
-            "device": _use('cpu, cuda or cuda:N; "cuda" if there is one when absent'),
-            "poison_released_leases": _use("fill released leases with NaN (a debugging aid)"),
-        },
-        "offloadzero.budgets": {
-            "device": _use('bytes, such as 17179869184 or "16GiB"'),
-            "host": _use("bytes"),
-            "nvme": _use("bytes"),
-        },
+        "offloadzero": _own_table(OffloadConfig),
+        "offloadzero.budgets": _own_table(BudgetConfig),
         "offloadzero.placement": _SEGMENTS,
-        "offloadzero.placement[]": {
-            "units": _use("a glob of unit names; * when absent; later rules win"),
-            **_SEGMENTS,
-        },
-        "offloadzero.units": {
-            "patterns": _use("globs of module names that are units; the default cut when absent"),
-            "min_leaf_elements": _use("leaves of at least so many elements are units of their own; 100000"),
-            "prefetch_units": _use("units leased ahead without a device budget or max_live_parameters; 2"),
-        },
-        "offloadzero.activation_checkpoints": {
-            "units": _use(
-                "globs of unit names; every repeated block (or unit of units.patterns) when absent"
-            ),
-            "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
-            "input_bytes": _use(
-                f"of all inputs of one unit's call, each rounded up to {GRID_BYTES} (times the ranks along tp under "
-                "partition_activations), for host or nvme: what they take is planned; seen in the first step when "
-                "absent"
-            ),
-        },
-        "offloadzero.update": {
-            "in_backward": _use(
-                'true, false or "auto": update a unit as soon as that is exact; offload() takes "auto" as false, so '
-                "that scripts can use `param.grad`",
-                auto_is_absent=False,
-            ),
-            "on_nonfinite": _use("error or skip, when a gradient holds NaN or Inf; fp16 always skips"),
-            "chunk_elements": _use(
-                f"elements per pipelined piece, a multiple of {CHUNK_MULTIPLE} "
-                f"(of {COMPACT_CHUNK_MULTIPLE} with state_layout compact); 4194304"
-            ),
-            "num_chunks_in_flight": _use("pieces being read, updated and written at once; 3"),
-            "num_threads": _use("threads of the update; the cores this process may use when absent"),
-            "cores": _use(
-                "the CPUs its threads keep to, [2, 3] say; any when absent; "
-                "a GPU's launching thread keeps 1 of 4, 2 of 8"
-            ),
-        },
-        "offloadzero.aio": {
-            "backend": _use(
-                "auto, io_uring, native_aio or aiofiles; one asked for by name never falls back",
-                auto_is_absent=False,
-            ),
-            "checksums": _use("keep a CRC-32C of each 4 KiB block on nvme and verify what is read; false"),
-            "transfer_timeout_s": _use(
-                "seconds in which a transfer must be complete once it is asked for, 0.1 at least; no limit when absent"
-            ),
-        },
-        "offloadzero.observe": {
-            "step_line": _use("print a line per step: its time, its bound, its largest waits; false"),
-            "run_dir": _use("a directory for a record per step; `offloadzero report` makes a page of it"),
-            "trace_steps": _use('steps whose lanes are traced into run_dir: [3, 4], "10-12"'),
-            "nvme_shared": _use("the drive has one limit for reads and writes together; false"),
-        },
+        "offloadzero.placement[]": {**_own_table(PlacementRule), **_SEGMENTS},
+        "offloadzero.units": _own_table(UnitConfig),
+        "offloadzero.activation_checkpoints": _own_table(ActivationConfig),
+        "offloadzero.update": _own_table(UpdateConfig),
+        "offloadzero.aio": _own_table(AioConfig),
+        "offloadzero.observe": _own_table(ObserveConfig),
     }
 )

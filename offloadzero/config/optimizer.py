@@ -7,61 +7,16 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from offloadzero.config.block import AUTO, Block, is_auto
+from offloadzero.config.block import Block
 from offloadzero.config.keys import DEEPSPEED_KEYS
-from offloadzero.config.parse import read_bool, read_float, read_mapping, read_str
+from offloadzero.config.optimizer_arguments import KNOWN_OPTIMIZERS, OPTIMIZERS, TORCH_ADAMW_DECAY
+from offloadzero.config.parse import AUTO, is_auto, read_bool, read_float, read_mapping, read_str
 from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
 from offloadzero.errors import ConfigError
 
 MAX_FP32 = 3.4e38  # the update computes in fp32
-TORCH_ADAMW_DECAY = 0.01  # torch.optim.AdamW's default
-
-_ADAM: Mapping[str, Any] = MappingProxyType(
-    {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "adam_w_mode": True,
-        "bias_correction": True,
-        "torch_adam": False,
-    }
-)
-# For each type, the arguments it takes and their defaults; offloadzero.update.specs has its update.
-OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "Adam": _ADAM,
-        "AdamW": _ADAM,
-        "Lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
-        "Adagrad": {
-            "lr": 1e-2,
-            "lr_decay": 0.0,
-            "eps": 1e-10,
-            "weight_decay": 0.0,
-            "initial_accumulator_value": 0.0,
-        },
-        "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    }
-)
 # Arguments that torch's param groups have under another name.
 _GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
-# Arguments of DeepSpeed's own and of torch.optim (2.13) that a script may carry over.
-KNOWN_OPTIMIZERS = (
-    *(
-        "Lamb",
-        "Muon",
-        "OneBitAdam",
-        "ZeroOneAdam",
-        "OneBitLamb",
-        "MuAdam",
-        "MuAdamW",
-        "MuSGD",
-    ),
-    *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"),
-    "SparseAdam",
-)
-
-
 UNRESOLVED = 'a number: "auto" is for the Hugging Face Trainer to resolve, and nobody has'
 # The values that the Trainer puts for "auto"; None is each group's own rate, which it has put there too.
 _AUTO_RATES: Mapping[str, float | None] = MappingProxyType({"warmup_min_lr": 0.0, "warmup_max_lr": None})

@@ -31,10 +31,17 @@ BYTE_UNITS: Mapping[str, int] = MappingProxyType(
     }
 )
 
+AUTO = "auto"  # the Hugging Face Trainer resolves it before us
+
 # The largest count of samples, micro batches or threads: a larger one is a mistake, and no counter gets there.
 MAX_COUNT = 2**31 - 1
 _BYTE_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?) *([A-Za-z]*)", re.ASCII)
 _BYTE_SIZE_ALLOWED = 'a whole number of bytes, or text such as "16GiB" (2**30 each) or "512MB" (10**6 each)'
+
+
+def is_auto(value: object) -> bool:
+    """Whether a value is the word "auto"."""
+    return isinstance(value, str) and value == AUTO
 
 
 def _range_text(what: str, minimum: float | None, maximum: float | None) -> str:

@@ -1,7 +1,9 @@
 """The frozen configuration: every part of the engine has one dataclass here.
 
 All sizes are in bytes unless a name says otherwise. Objects are built by `offloadzero.config.load_config`,
-which validates; nothing below re-checks what the loader has checked.
+which validates; nothing below re-checks what the loader has checked. A field made by `own_key` or `own_block` is a key
+of the `offloadzero` block, of which it says everything: [Note: a key is its field] in `declared.py`. DeepSpeed's keys
+set the others; they are in `keys.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,30 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from offloadzero.config.declared import own_block, own_key
+from offloadzero.config.own_values import (
+    read_bool_or_auto,
+    read_cores,
+    read_device,
+    read_multiple,
+    read_steps,
+    read_tier,
+)
+from offloadzero.config.parse import (
+    read_bool,
+    read_enum,
+    read_float,
+    read_int,
+    read_num_bytes,
+    read_path,
+    read_str,
+    read_str_list,
+)
+from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
+from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS
 from offloadzero.segments import SegmentKind, TierName
 
+DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's
 STATE_LAYOUTS = ("fp32", "compact")
 
 
@@ -76,16 +100,16 @@ class SchedulerConfig:
 class BudgetConfig:
     """Bytes each tier may use; None lets the planner choose from what the machine has."""
 
-    device: int | None = None
-    host: int | None = None
-    nvme: int | None = None
+    device: int | None = own_key(None, 'bytes, such as 17179869184 or "16GiB"', read_num_bytes)
+    host: int | None = own_key(None, "bytes", read_num_bytes)
+    nvme: int | None = own_key(None, "bytes", read_num_bytes)
 
 
 @dataclass(frozen=True)
 class PlacementRule:
     """Homes for the segments of the units whose name matches the glob `units`; later rules win."""
 
-    units: str = "*"
+    units: str = own_key("*", "a glob of unit names; {default} when absent; later rules win", read_str)
     tiers: MappingProxyType[SegmentKind, TierName] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -105,32 +129,80 @@ class PlacementConfig:
 class UnitConfig:
     """The cut into units: `patterns` are globs of module names, empty = the default cut."""
 
-    patterns: tuple[str, ...] = ()
-    # Leaf modules outside the repeated blocks with at least this many elements are units of their own.
-    min_leaf_elements: int = 100_000
+    patterns: tuple[str, ...] = own_key(
+        (), "globs of module names that are units; the default cut when absent", read_str_list
+    )
+    # Leaf modules outside the repeated blocks.
+    min_leaf_elements: int = own_key(
+        100_000, "leaves of at least so many elements are units of their own; {default}", read_int, minimum=0
+    )
     # Unit leases the device arena holds beside homes when no device budget is given.
-    prefetch_units: int = 2
+    prefetch_units: int = own_key(
+        2, "units leased ahead without a device budget or max_live_parameters; {default}", read_int, minimum=1
+    )
 
 
 @dataclass(frozen=True)
 class ActivationConfig:
     """Units that keep only their inputs for backward, and the tier that holds those inputs until then."""
 
-    units: tuple[str, ...] = ()  # globs of unit names; empty = those of the unit cut's first rule
-    tier: TierName = TierName.DEVICE
-    input_bytes: int | None = None  # of one call of a unit; None: the first step shows it
+    units: tuple[str, ...] = own_key(
+        (), "globs of unit names; every repeated block (or unit of units.patterns) when absent", read_str_list
+    )
+    tier: TierName = own_key(
+        TierName.DEVICE,
+        "where the inputs wait for backward: device, host or nvme; {default} when absent",
+        read_tier,
+    )
+    input_bytes: int | None = own_key(
+        None,
+        f"of all inputs of one unit's call, each rounded up to {GRID_BYTES} (times the ranks along tp under "
+        "partition_activations), for host or nvme: what they take is planned; seen in the first step when absent",
+        read_num_bytes,
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """Settings of updates. `in_backward`: "auto" updates a unit as soon as its gradient has landed if that is exact."""
+    """Settings of updates. `in_backward` None is "auto": as soon as a unit's gradient has landed, if that is exact."""
 
-    in_backward: bool | None = None  # None = auto
-    on_nonfinite: str = "error"  # "error" | "skip"; fp16 always skips
-    chunk_elements: int = 4 * 1024 * 1024
-    num_chunks_in_flight: int = 3
-    num_threads: int | None = None  # None = the cores this process may use, or `cores`
-    cores: tuple[int, ...] = ()  # CPUs to which the update's threads are bound; empty = any
+    in_backward: bool | None = own_key(
+        None,
+        'true, false or "auto": update a unit as soon as that is exact; offload() takes "auto" as false, so that '
+        "scripts can use `param.grad`",
+        read_bool_or_auto,
+        auto_is_absent=False,
+    )
+    on_nonfinite: str = own_key(
+        "error",
+        "error or skip, when a gradient holds NaN or Inf; fp16 always skips. A skip is a warning in the log, each of "
+        "the first ten and then each hundredth. How to go on after the error: [checkpoints](checkpoints.md)",
+        read_enum,
+        allowed=("error", "skip"),
+    )
+    chunk_elements: int = own_key(
+        4 * 1024 * 1024,
+        f"elements per pipelined piece, a multiple of {CHUNK_MULTIPLE} (of {COMPACT_CHUNK_MULTIPLE} with state_layout "
+        "compact); {default}",
+        read_multiple,
+        of=CHUNK_MULTIPLE,
+    )
+    num_chunks_in_flight: int = own_key(
+        3, "pieces being read, updated and written at once; {default}", read_int, minimum=1, maximum=1024
+    )
+    num_threads: int | None = own_key(  # None: also those of `cores`
+        None,
+        "threads of the update; the cores this process may use when absent",
+        read_int,
+        minimum=1,
+        maximum=MAX_UPDATE_THREADS,
+    )
+    cores: tuple[int, ...] = own_key(
+        (),
+        "the CPUs its threads keep to, [2, 3] say; any when absent; a GPU's launching thread keeps 1 of 4, 2 of 8",
+        read_cores,
+    )
 
 
 class AioBackend(str, Enum):
@@ -151,12 +223,26 @@ class AioBackend(str, Enum):
 class AioConfig:
     """The file engine: `backend` is the value of an AioBackend."""
 
-    backend: str = "auto"
+    backend: str = own_key(
+        AioBackend.AUTO.value,
+        "auto, io_uring, native_aio or aiofiles; one asked for by name never falls back",
+        read_enum,
+        auto_is_absent=False,
+        allowed=tuple(backend.value for backend in AioBackend),
+    )
     block_size: int = 1024 * 1024
     queue_depth: int = 32
     num_threads: int = 1
-    checksums: bool = False  # swap files get checksums, verified when they are read
-    transfer_timeout_s: float | None = None  # None: no limit
+    checksums: bool = own_key(
+        False, "keep a CRC-32C of each 4 KiB block on nvme and verify what is read; {default}", read_bool
+    )
+    transfer_timeout_s: float | None = own_key(
+        None,
+        "seconds in which a transfer must be complete once it is asked for, 0.1 at least; no limit when absent",
+        read_float,
+        minimum=0.1,
+        maximum=1e6,
+    )
 
 
 @dataclass(frozen=True)
@@ -188,10 +274,18 @@ class MeshConfig:
 class ObserveConfig:
     """The parts of each step that are recorded or printed. `trace_steps` are ranges of steps, both ends included."""
 
-    step_line: bool = False
-    run_dir: Path | None = None
-    trace_steps: tuple[tuple[int, int], ...] = ()
-    nvme_shared: bool = False  # reads and writes of the drive share one limit
+    step_line: bool = own_key(
+        False, "print a line per step: its time, its bound, its largest waits; {default}", read_bool
+    )
+    run_dir: Path | None = own_key(
+        None, "a directory for a record per step; `offloadzero report` makes a page of it", read_path
+    )
+    trace_steps: tuple[tuple[int, int], ...] = own_key(
+        (), 'steps whose lanes are traced into run_dir: [3, 4], "10-12"', read_steps
+    )
+    nvme_shared: bool = own_key(
+        False, "the drive has one limit for reads and writes together; {default}", read_bool
+    )
 
 
 @dataclass(frozen=True)
@@ -200,7 +294,9 @@ class OffloadConfig:
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    gradient_clipping: float | None = None  # 0.0: off; None: initialize() and offload() have own defaults
+    gradient_clipping: float | None = (
+        None  # 0.0: off; None: initialize() has DEFAULT_GRADIENT_CLIPPING, offload() 0.0
+    )
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     zero_stage: int = 0
@@ -210,25 +306,54 @@ class OffloadConfig:
         None  # "bf16" | "fp16" | "fp32", of gradients between ranks; None: each gradient's own
     )
     zero_plus_plus: ZeroPlusPlusConfig = field(default_factory=ZeroPlusPlusConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    budgets: BudgetConfig = field(default_factory=BudgetConfig)
-    nvme_paths: tuple[Path, ...] = ()
-    placement_tokens: int | None = None  # of a micro batch, for "auto" by time; None: by bytes
     pin_memory: bool = True
-    state_layout: str = "fp32"  # one of STATE_LAYOUTS: the layout of the optimizer states of bf16 parameters
-    units: UnitConfig = field(default_factory=UnitConfig)
-    activation_checkpoints: ActivationConfig | None = None  # None: autograd keeps the inputs that it needs
+    budgets: BudgetConfig = own_block(
+        BudgetConfig, "bytes each tier may use; from what the machine has when absent"
+    )
+    placement: PlacementConfig = own_block(
+        PlacementConfig,
+        "a tier for everything, tiers by segment, a list of rules, or auto; wins over offload_*",
+        auto_is_absent=False,
+    )
+    placement_tokens: int | None = own_key(
+        None,
+        "tokens of a micro batch: auto takes the fastest placement by what `offloadzero plan` has measured of this "
+        "machine; by bytes when absent",
+        read_int,
+        minimum=1,
+        maximum=1 << 40,
+    )
+    nvme_paths: tuple[Path, ...] = own_key(
+        (), "a directory or a list of them (striped), after those of the offload blocks", name="nvme_path"
+    )
+    state_layout: str = own_key(  # of the optimizer states of bf16 parameters
+        STATE_LAYOUTS[0],
+        "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits",
+        read_enum,
+        allowed=STATE_LAYOUTS,
+    )
+    units: UnitConfig = own_block(UnitConfig, "how the model is cut")
+    activation_checkpoints: ActivationConfig | None = (
+        own_key(  # None: autograd keeps the inputs that it needs
+            None,
+            "units keep only their inputs for backward and compute the rest again; off when absent, {} is on",
+        )
+    )
     partition_activations: bool = (
         False  # the ranks along the tensor-parallel axis keep a part each of those inputs
     )
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    aio: AioConfig = field(default_factory=AioConfig)
-    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    update: UpdateConfig = own_block(UpdateConfig, "how the optimizer's update runs")
+    aio: AioConfig = own_block(AioConfig, "which file engine")
+    observe: ObserveConfig = own_block(
+        ObserveConfig, "what of each step is shown and recorded (docs/observe.md)"
+    )
     # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
     max_live_parameters: int | None = None
     gather_16bit_weights_on_save: bool = False
-    poison_released_leases: bool = False  # fill released leases with NaN (tests)
-    device: str | None = None  # None = "cuda" if there is one, else "cpu"
+    device: str | None = own_key(None, 'cpu, cuda or cuda:N; "cuda" if there is one when absent', read_device)
+    poison_released_leases: bool = own_key(
+        False, "fill released leases with NaN (a debugging aid)", read_bool
+    )
     steps_per_print: int | None = None
     # One line for each DeepSpeed key that is accepted and changes nothing here, or was left at "auto".
     notices: tuple[str, ...] = ()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadzero.config.deepspeed import DEFAULT_GRADIENT_CLIPPING
 from offloadzero.config.optimizer import UNRESOLVED
-from offloadzero.config.schema import OffloadConfig
+from offloadzero.config.schema import DEFAULT_GRADIENT_CLIPPING, OffloadConfig
 from offloadzero.errors import ConfigError
 
 PARTITION_KEY = "activation_checkpointing.partition_activations"

@@ -1,0 +1,73 @@
+"""The tables of docs/config.md, made of the tables of keys and of the schedules' signatures.
+
+`python -m tests.support.key_tables` writes them into the document; a test compares (`make docs`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from offloadzero.config.declared import shown
+from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
+from offloadzero.lr_schedules import DEEPSPEED_SCHEDULES
+
+DOC = Path(__file__).parents[2] / "docs" / "config.md"
+TOP_LEVEL = "Top level"
+
+
+def key_table(path: str, table: KeyTable) -> list[str]:
+    """The rows of one object's keys."""
+    rows = [
+        f"| `{f'{path}.{key}'.removeprefix('.')}` | {spec.action.value} | {sentence(spec)} |"
+        for key, spec in table.items()
+    ]
+    return ["| key | action | here |", "| --- | --- | --- |", *rows]
+
+
+def sentence(spec: KeySpec) -> str:
+    if spec.action is Action.ALIAS:
+        return f"same as `{spec.note}`"
+    if spec.action is Action.REFUSE and spec.kind is Kind.SWITCHED:
+        return f"{spec.note} (taken unless something in it is enabled)"
+    return spec.note
+
+
+def schedule_table() -> list[str]:
+    """The rows of DeepSpeed's schedules, each with its parameters and their defaults."""
+    rows = []
+    for name, cls in DEEPSPEED_SCHEDULES.items():
+        parameters = [
+            f"`{parameter.name}` "
+            + ("(required)" if parameter.default is parameter.empty else shown(parameter.default).lower())
+            for parameter in list(inspect.signature(cls).parameters.values())[1:]
+            if parameter.name != "last_batch_iteration"
+        ]
+        rows.append(f"| `{name}` | {', '.join(parameters)} |")
+    return ["| type | parameters |", "| --- | --- |", *rows]
+
+
+def with_tables(text: str) -> str:
+    """The document with the table below each heading that has one written anew."""
+    objects = (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
+    tables = {f"`{path}`" if path else TOP_LEVEL: key_table(path, keys) for path, keys in objects}
+    tables["Schedules"] = schedule_table()
+    lines: list[str] = []
+    due: list[str] = []  # the table of the section
+    for line in text.splitlines():
+        if line.startswith("#"):
+            assert not due, f"no table above {line}"
+            due = tables.pop(line.strip("# "), [])
+        if due and line.startswith("|"):
+            if lines[-1] != due[-1]:
+                lines += due
+            continue
+        if lines and due and lines[-1] == due[-1]:
+            due = []
+        lines.append(line)
+    assert not tables, f"no heading for {', '.join(tables)}"
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_tables(DOC.read_text()))
