@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.device_math import join_master
+from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
 from offloadzero.optimizer_states import step_count
 from offloadzero.streaming.weights import WeightAccess, are_codes_of, expect_codes
@@ -133,8 +134,8 @@ def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _Slo
     _expect_no_others(record, slot, values)
     if _REMAINDER in values:
         _expect_tensor(record, slot, _REMAINDER, values)
-        if (record.dtype, values[_REMAINDER].dtype) != (torch.bfloat16, torch.int16):
-            message = f"int16, of a parameter in bf16; this one is in {record.dtype}"
+        if (record.dtype, values[_REMAINDER].dtype) != (torch.bfloat16, REMAINDER_DTYPE):
+            message = f"{REMAINDER_DTYPE}, of a parameter in bf16; this one is in {record.dtype}"
             raise ConfigError(f"{slot.name}.{_REMAINDER}", values[_REMAINDER].dtype, message)
     if "master" in values:
         _expect_tensor(record, slot, "master", values)

@@ -27,18 +27,11 @@
 // 5 bytes per parameter and two fp32 scales per COMPACT_BLOCK elements (after FlashOptim, arXiv 2602.23349).
 // The format is what decoding says:
 //
-//     master = bits (hi << 16) + (r << 8)                      r = int8 remainder; fp32 add modulo 2^32
+//     master                                                   [Note: compact remainder] in remainders.h
 //     m      = +-X(c) * scale_m                                8 bits: sign, then c of 7 bits
 //              X(c) = 2 * ((1 + (c % 32) / 32) * 2^(c / 32) - 1)        0 to 29.5
 //     v      = s * s, s = Y(k) * scale_s                       k = uint8 code
 //              Y(k) = 2 * ((1 + (k % 128) / 128) * 2^(k / 128) - 1)     0 to 5.96875
-//
-// master: the fp32 weight rounded to the upper 24 bits of its pattern (nearest, ties away from zero), then
-// split like [Note: bf16 split] in remainders.h. Writing: b = bits + 0x80, r = int8(b >> 8), hi = (b +
-// 0x8000) >> 16. The rounded weight lies at most 2^7 spacings of fp32 from the exact one, which is
-// ulp_bf16(master) / 512; docs/compact.md has the proof. Zero and every bf16 value are kept exactly; finite
-// weights within 2^7 spacings of the largest round to infinity; writing the values that were read gives the
-// same bytes.
 //
 // m: companded by segments of straight line, as telephony's 8 bits are (ITU-T G.711, mu-law): with
 // x = |m| / (largest |m| of the block) in [0, 1], y = 1 + 14.75 x in [1, 15.75] is rounded to 5 bits of

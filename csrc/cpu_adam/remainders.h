@@ -5,7 +5,15 @@
 // A bf16 parameter `hi` and a signed 16-bit remainder `lo` hold an fp32 master weight exactly:
 //     hi = (bits + 0x8000) >> 16,  lo = int16(bits & 0xFFFF),  bits = (hi << 16) + lo   (all modulo 2^32)
 // `hi` is the master rounded to the nearest bf16, ties away from zero. The join is exact for all 2^32
-// patterns. Of the compact layout's 8 bits [Note: compact state] in cpu_adam.h says what is lost.
+// patterns.
+//
+// [Note: compact remainder]
+// In the compact layout the remainder `r` has 8 bits; reading is `bits = (hi << 16) + (r << 8)`. The fp32
+// weight is rounded to the upper 24 bits of its pattern (nearest, ties away from zero) and split as above:
+//     b = bits + 0x80,  hi = (b + 0x8000) >> 16,  r = int8(b >> 8)   (all modulo 2^32)
+// The rounded weight lies at most 2^7 spacings of fp32 from the exact one, which is ulp_bf16(master) / 512;
+// docs/compact.md has the proof. Zero and every bf16 value are kept exactly; finite weights within 2^7
+// spacings of the largest round to infinity; writing the values that were read gives the same bytes.
 //
 // The same in torch operations, and in Triton's in the fused kernel of devices, is
 // offloadzero/arithmetic/remainders.py; tests hold all of them to the same bits.

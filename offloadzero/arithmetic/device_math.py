@@ -87,7 +87,7 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None
 
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """Return the fp32 master weights of (bf16, int16 or int8 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
+    """Return the fp32 master weights of (bf16, its remainder), (fp16, fp32) or (fp32, None): a new tensor."""
     weights = torch.empty_like(param, dtype=torch.float32)
     remainders.join(weights, param, master, spare=torch.empty_like(weights))
     return weights

@@ -1,7 +1,7 @@
 """The fp32 master weights of parameters in torch operations: joined of a parameter and its remainder, and split again.
 
-The formats are [Note: bf16 split] (int16) and [Note: compact state] (int8) in csrc/cpu_adam, whose remainders.h has the
-host kernels' own forms.
+The formats are [Note: bf16 split] and [Note: compact remainder] in csrc/cpu_adam/remainders.h, which has the host
+kernels' own forms.
 
 [Note: one source for torch and Triton]
 Four functions consist of operators alone, and `triton.jit` compiles them into the fused kernels (triton_adam.py) as
@@ -19,8 +19,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-REMAINDER_DTYPE = torch.int16  # the low half of the fp32 pattern; the bf16 parameter is the high half
-COMPACT_REMAINDER_DTYPE = torch.int8  # the same in the compact layout
+REMAINDER_DTYPE = torch.int16
+COMPACT_REMAINDER_DTYPE = torch.int8
 # The dtype of the rest of a master weight in the fp32 layout, by the dtype of the parameter.
 MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
     {

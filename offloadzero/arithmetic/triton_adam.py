@@ -93,7 +93,7 @@ def adam_step(
     count = param.numel()
     if not count:
         return
-    is_split = master is not None and master.dtype == torch.int16
+    is_split = master is not None and master.dtype == REMAINDER_DTYPE
     _adam[(triton.cdiv(count, ADAM_BLOCK),)](
         param.view(torch.int16) if is_split else param,
         master,

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, REMAINDER_DTYPE
 from offloadzero.cli import bench_adam_deepspeed
 from offloadzero.cli.output import check_output, print_lines, save_json, text_table
 from offloadzero.errors import ConfigError, OffloadError
@@ -165,8 +166,13 @@ class Records:
 
         exp_avg = zeros(torch.float32).normal_(0.0, 1e-4, generator=generator)
         exp_avg_sq = zeros(torch.float32).normal_(0.0, 1e-3, generator=generator).square_()
-        self.fp32 = (zeros(torch.bfloat16), zeros(torch.int16), exp_avg, exp_avg_sq)
-        self.compact = (zeros(torch.bfloat16), zeros(torch.int8), zeros(torch.int8), zeros(torch.uint8))
+        self.fp32 = (zeros(torch.bfloat16), zeros(REMAINDER_DTYPE), exp_avg, exp_avg_sq)
+        self.compact = (
+            zeros(torch.bfloat16),
+            zeros(COMPACT_REMAINDER_DTYPE),
+            zeros(torch.int8),
+            zeros(torch.uint8),
+        )
         self.scales = torch.zeros(num_scales(num_params))
         values = torch.empty(num_params).normal_(0.0, 1e-3, generator=generator)
         self.grad = zeros(torch.bfloat16).copy_(values)

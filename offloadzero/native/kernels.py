@@ -143,8 +143,8 @@ def adam_step(
 ) -> float | None:
     """One Adam or AdamW step in place, in one pass over memory.
 
-    `param` and `master` are one of: bf16 with its int16 remainder ([Note: bf16 split] in csrc/cpu_adam), bf16
-    or fp16 with an fp32 master (the parameter is the master rounded to nearest even), fp32 with None. `grad`
+    `param` and `master` are one of: bf16 with its remainder ([Note: bf16 split] in csrc/cpu_adam/remainders.h), bf16 or
+    fp16 with an fp32 master (the parameter is the master rounded to nearest even), fp32 with None. `grad`
     is bf16, fp16 or fp32 and is multiplied by `grad_scale` first (1 / loss scale, times the clipping factor);
     `exp_avg` and `exp_avg_sq` are fp32. `step` counts from 1. The buffers must not overlap.
     Returns None, or with `grad_check` the squared norm of the gradient before `grad_scale`, as `sq_norm` does.
@@ -228,7 +228,7 @@ def split_master(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> None:
-    """Write fp32 weights as bf16 parameter and int16 remainder: [Note: bf16 split] in csrc/cpu_adam."""
+    """Write fp32 weights as bf16 parameter and int16 remainder: [Note: bf16 split] in csrc/cpu_adam/remainders.h."""
     num_elements = master_fp32.numel()
     _kernels.split_master(
         typed_address("master_fp32", master_fp32, num_elements, torch.float32),

@@ -1,6 +1,6 @@
 """A parameter's Adam state in 5 bytes, as tensors of a torch optimizer, with conversions from and to fp32.
 
-`master_remainder` (int8), `exp_avg_e2m5` (int8) and `exp_avg_sq_e1m7` (uint8) in the parameter's shape, and `scales`
+`master_remainder`, `exp_avg_e2m5` (int8) and `exp_avg_sq_e1m7` (uint8) in the parameter's shape, and `scales`
 (fp32, two per block of the flat parameter); [Note: compact state] in csrc/cpu_adam/cpu_adam.h says what they mean.
 """
 

@@ -38,7 +38,8 @@ class CPUAdam(CPUOptimizer):
 
     Parameters are bf16, fp16 or fp32, dense, on the CPU; their gradients may be of any of the three dtypes.
     State per parameter, in the parameter's shape: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (fp32),
-    and what completes the fp32 master weight: `master_remainder` (int16) for bf16, `master` (fp32) for fp16.
+    and what completes the fp32 master weight: `master_remainder` for bf16, of [Note: bf16 split] in
+    csrc/cpu_adam/remainders.h, and `master` (fp32) for fp16.
     The master decides: after the first step, writing to an fp16 parameter from outside has no effect unless
     its state is dropped, and writing to a bf16 parameter keeps the old remainder (at most half a unit in the
     last place).

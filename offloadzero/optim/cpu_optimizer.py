@@ -24,7 +24,7 @@ class CPUOptimizer(Optimizer, ABC):
 
     [Note: CPU optimizer state_dict]
     The state_dict has the layout of torch's optimizer of the same name, so it loads there and torch's loads
-    here: fp32 parameters continue with the same state either way. Loading keeps fp32 moments and int16
+    here: fp32 parameters continue with the same state either way. Loading keeps fp32 moments and the
     remainders as they are, where torch would cast them to the parameter's dtype. An absent remainder starts at
     0, an absent fp16 master as the parameter's value. maximize is honoured; torch's implementation choices
     (foreach, fused, ...) are carried along unused.
@@ -225,7 +225,7 @@ class CPUOptimizer(Optimizer, ABC):
 
 
 def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the part of saved fp32 master weights that a bf16 parameter lacks, as int16 (int8 if compact).
+    """Return the part of saved fp32 master weights that a bf16 parameter lacks, as remainders of `dtype`.
 
     Raises ConfigError for another shape, and unless the parameter is these weights rounded.
     """

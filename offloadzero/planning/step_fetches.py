@@ -15,8 +15,7 @@ from offloadzero.memory.arena import Holes
 from offloadzero.schedule.prefetch import (
     Evict,
     Move,
-    choose_victims,
-    eviction_order,
+    choose_victims_at_once,
     next_uses,
     plan_prefetch,
 )
@@ -145,7 +144,7 @@ class _Schedule:
         while not self._enter(place, unit):
             wanted = self._num_bytes[unit] - self._holes.num_bytes
             distances = next_uses(upcoming, among=self._offsets.keys())
-            victims = choose_victims(
-                self._offsets.keys(), distances, num_bytes=self._num_bytes, wanted=max(0, wanted)
+            victims = choose_victims_at_once(
+                self._offsets.keys(), distances, num_bytes=self._num_bytes, wanted=wanted
             )
-            self._leave(victims or eviction_order(self._offsets.keys(), distances)[:1])
+            self._leave(victims)

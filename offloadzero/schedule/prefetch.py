@@ -78,6 +78,17 @@ def choose_victims(
     return victims
 
 
+def choose_victims_at_once(
+    candidates: Collection[int], distances: Mapping[int, int], *, num_bytes: Mapping[int, int], wanted: int
+) -> list[int]:
+    """Choose the units that leave for a use that found no room, `wanted` bytes short of it in all.
+
+    Where that is none, enough bytes are free, but in several holes: one unit leaves.
+    """
+    victims = choose_victims(candidates, distances, num_bytes=num_bytes, wanted=wanted)
+    return victims or eviction_order(candidates, distances)[:1]
+
+
 def plan_prefetch(
     upcoming: Sequence[int],
     *,

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from offloadzero.memory.arena import align_up, room_for
-from offloadzero.schedule.prefetch import Move, choose_victims, eviction_order, next_uses, plan_prefetch
+from offloadzero.schedule.prefetch import Move, choose_victims_at_once, next_uses, plan_prefetch
 from offloadzero.schedule.trace import Trace
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.torch_private import current_autograd_node, current_graph_task_id
@@ -238,9 +238,7 @@ class ResidencyPolicy:
         if self._trace.order is not self._planned_order:
             self._plan_for(self._trace.order)
         distances = next_uses(chain(self._upcoming(), self._after_order), among=movable)
-        victims = choose_victims(movable, distances, num_bytes=self._num_bytes, wanted=wanted)
-        # Enough bytes are free, but in several holes: one more unit must go.
-        return victims or eviction_order(movable, distances)[:1]
+        return choose_victims_at_once(movable, distances, num_bytes=self._num_bytes, wanted=wanted)
 
 
 def _bits(indices: Collection[int]) -> int:

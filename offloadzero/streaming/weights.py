@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from offloadzero.arithmetic import device_math
+from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
@@ -368,7 +369,7 @@ def _rounded(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a parameter without a master, rounded as a trained one is, so that checkpoints have the same bits."""
     if (flat.dtype, dtype) != (torch.float32, torch.bfloat16):
         return flat.to(dtype).contiguous()
-    param, remainder = torch.empty_like(flat, dtype=dtype), torch.empty_like(flat, dtype=torch.int16)
+    param, remainder = torch.empty_like(flat, dtype=dtype), torch.empty_like(flat, dtype=REMAINDER_DTYPE)
     device_math.split_master(flat, param, remainder)
     return param
 
