@@ -176,8 +176,7 @@ class UpdateConfig:
     )
     on_nonfinite: str = own_key(
         "error",
-        "error or skip, when a gradient holds NaN or Inf; fp16 always skips. A skip is a warning in the log, each of "
-        "the first ten and then each hundredth. How to go on after the error: [checkpoints](checkpoints.md)",
+        "error or skip, when a gradient holds NaN or Inf; {default} when absent; fp16 always skips",
         read_enum,
         allowed=("error", "skip"),
     )

@@ -41,6 +41,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     ),
     "offloadzero.budgets": ("what the machine has when", lambda c: c.budgets == type(c.budgets)()),
     "offloadzero.units.patterns": ("default cut when", lambda c: c.units.patterns == ()),
+    "offloadzero.update.on_nonfinite": ("error when", lambda c: c.update.on_nonfinite == "error"),
     "offloadzero.update.num_threads": ("this process may use when", lambda c: c.update.num_threads is None),
     "offloadzero.update.cores": ("any when", lambda c: c.update.cores == ()),
     "offloadzero.device": ('"cuda" if there is one when', lambda c: c.device is None),
