@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, REMAINDER_DTYPE
 from offloadzero.cli import bench_adam_deepspeed
 from offloadzero.cli.output import check_output, print_lines, save_json, text_table
 from offloadzero.errors import ConfigError, OffloadError
@@ -148,6 +147,7 @@ class Records:
     def __init__(self, num_params: int) -> None:
         import torch
 
+        from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, REMAINDER_DTYPE
         from offloadzero.kernel_arguments.adam import AdamHyper
         from offloadzero.kernel_arguments.compact import num_scales
         from offloadzero.memory.arena import Arena, allocate_host, staggered

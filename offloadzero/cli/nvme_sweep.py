@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
+from offloadzero.config import AioConfig
+
 KIB = 1 << 10
 MIB = 1 << 20
 
@@ -81,7 +83,12 @@ class SweepLimits:
 
 def reference_point(backend: str) -> Point:
     """Return the engine's setting without a configuration; measured on every drive, to compare drives."""
-    return Point(backend, block_size=MIB, queue_depth=32, num_threads=1)
+    return Point(
+        backend,
+        block_size=AioConfig.block_size,
+        queue_depth=AioConfig.queue_depth,
+        num_threads=AioConfig.num_threads,
+    )
 
 
 def coarse_points(limits: SweepLimits) -> list[Point]:

@@ -19,7 +19,8 @@ _KEY = "key"
 class OwnKey:
     """A key: its sentence, and the reader and bounds of its value; `read` None: the block's reader has it by name.
 
-    In the sentence `{default}` stands for the field's. `auto_is_absent` is KeySpec's.
+    In the sentence `{default}` stands for the field's, and the name of a bound in braces for that bound.
+    `auto_is_absent` is KeySpec's.
     """
 
     name: str
@@ -52,7 +53,10 @@ def own_keys(config_class: type) -> Iterator[tuple[str, OwnKey]]:
     for each in fields(config_class):
         key: OwnKey | None = each.metadata.get(_KEY)
         if key is not None:
-            note = key.note if each.default is MISSING else key.note.replace("{default}", shown(each.default))
+            note = key.note
+            values = key.bounds if each.default is MISSING else {**key.bounds, "default": each.default}
+            for name, value in values.items():
+                note = note.replace(f"{{{name}}}", shown(value))
             yield each.name, replace(key, name=key.name or each.name, note=note)
 
 

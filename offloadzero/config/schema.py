@@ -34,7 +34,7 @@ from offloadzero.config.parse import (
     read_str_list,
 )
 from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
-from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS
+from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS, SPARED_CORES
 from offloadzero.segments import SegmentKind, TierName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's
@@ -199,7 +199,8 @@ class UpdateConfig:
     )
     cores: tuple[int, ...] = own_key(
         (),
-        "the CPUs its threads keep to, [2, 3] say; any when absent; a GPU's launching thread keeps 1 of 4, 2 of 8",
+        "the CPUs its threads keep to, [2, 3] say; any when absent; a GPU's launching thread keeps "
+        + ", ".join(f"{spared} of {cores}" for cores, spared in sorted(SPARED_CORES.items())),
         read_cores,
     )
 
@@ -237,7 +238,7 @@ class AioConfig:
     )
     transfer_timeout_s: float | None = own_key(
         None,
-        "seconds in which a transfer must be complete once it is asked for, 0.1 at least; no limit when absent",
+        "seconds in which a transfer must be complete once it is asked for, at least {minimum}; no limit when absent",
         read_float,
         minimum=0.1,
         maximum=1e6,

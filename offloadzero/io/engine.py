@@ -28,6 +28,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
+from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
 from offloadzero.io.backends import (
     AioBackend,
@@ -234,7 +235,7 @@ class AioTicket:
 
 
 class AioEngine:
-    """One queue over all its operations and files.
+    """One queue over all its operations and files; by default with the configuration's defaults.
 
     Args:
         backend: an AioBackend value. One asked for by name never falls back.
@@ -259,11 +260,11 @@ class AioEngine:
     def __init__(
         self,
         *,
-        backend: str = "auto",
-        block_size: int = 1 << 20,
-        queue_depth: int = 32,
-        num_threads: int = 1,
-        transfer_timeout_s: float | None = None,
+        backend: str = AioConfig.backend,
+        block_size: int = AioConfig.block_size,
+        queue_depth: int = AioConfig.queue_depth,
+        num_threads: int = AioConfig.num_threads,
+        transfer_timeout_s: float | None = AioConfig.transfer_timeout_s,
     ) -> None:
         self._is_closed = True  # until there is something to close
         self._pid = os.getpid()

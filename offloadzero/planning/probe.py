@@ -17,6 +17,8 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from offloadzero.limits import SPARED_CORES
+
 _UNLIMITED = 1 << 60  # version 1 of the interface has no word for it: the largest multiple of a page
 _ROOT = Path("/")
 # The files of limits, that of the usage, and the prefix of names in memory.stat where children count.
@@ -27,12 +29,12 @@ _FILES = {
 
 
 def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
-    """The CPUs for updates beside a device with streams: all but the first, of eight or more all but the first two.
+    """The CPUs for updates beside a device with streams: all but the first ones, as many as SPARED_CORES says.
 
     A device waits whenever the launching thread does; updates on all cores would push that thread aside for
-    milliseconds. Of three and fewer none can be spared: the result is then empty, which means any.
+    milliseconds. Of few cores none can be spared: the result is then empty, which means any.
     """
-    spared = 0 if len(usable) < 4 else 1 if len(usable) < 8 else 2
+    spared = max((spared for cores, spared in SPARED_CORES.items() if len(usable) >= cores), default=0)
     return tuple(usable[spared:]) if spared else ()
 
 
