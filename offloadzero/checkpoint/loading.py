@@ -24,11 +24,11 @@ from offloadzero.checkpoint.json_file import plain_scalar
 from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
+from offloadzero.checkpoint.stored_states import form_among
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.errors import CheckpointError
 from offloadzero.fail_points import through
 from offloadzero.interrupts import is_interrupt
-from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -61,20 +61,9 @@ class LoadPlan:
             module.set_extra_state(value)
 
     def _write_states(self, record: Record, slot: ParamSlot) -> None:
-        stored, spec = self.checkpoint.states[slot.name], self.checkpoint.spec
-        values = dict(_read_states(self.checkpoint, slot.name, stored))
-        if spec.codes is not None and SegmentKind.SCALES in stored:
-            self.states.weights.write_codes(record, slot, spec.codes, values)
-        else:
-            for kind in spec.states:
-                self.states.weights.write_state(record, slot, kind, values[kind])
-
-
-def _read_states(
-    checkpoint: Checkpoint, name: str, states: Mapping[str, StoredTensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for suffix, stored in states.items():
-        yield suffix, _read(checkpoint, f"{name}.{suffix}", stored)
+        stored = self.checkpoint.states[slot.name]
+        values = {name: _read(self.checkpoint, f"{slot.name}.{name}", of) for name, of in stored.items()}
+        form_among(stored, self.checkpoint.spec).write(self.states.weights, record, slot, values)
 
 
 def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tensor:
@@ -112,8 +101,6 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     )
     for record, slot in taken:
         _check_tensor(slot.name, checkpoint.weights[slot.name], slot.shape, record.dtype)
-        if slot.name in continued:
-            _check_codes(slot, checkpoint)
     shared = {name: buffer for name, buffer in buffers.items() if name in checkpoint.buffers}
     expect_dense(shared)
     for name, buffer in shared.items():
@@ -179,16 +166,6 @@ def _expect_optimizer(checkpoint: Checkpoint, states: States) -> None:
             f"{checkpoint.path}: saved with {checkpoint.spec.name}, the engine has {own}: pass "
             "load_optimizer_states=False to take the weights alone"
         )
-
-
-def _check_codes(slot: ParamSlot, checkpoint: Checkpoint) -> None:
-    stored, codes = checkpoint.states[slot.name], checkpoint.spec.codes
-    for name, _, dtype, shape in codes.specs(slot.shape) if codes is not None else ():
-        if name in stored and (stored[name].entry.dtype, stored[name].entry.shape) != (dtype, shape):
-            raise CheckpointError(
-                f"{stored[name].file}: {slot.name}.{name} is {stored[name].entry.dtype} "
-                f"{tuple(stored[name].entry.shape)} instead of {dtype} {tuple(shape)}"
-            )
 
 
 # --- values that are no tensors ---

@@ -57,6 +57,7 @@ from offloadzero.checkpoint.partial import (
     sync_directory,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
+from offloadzero.checkpoint.stored_states import form_of
 from offloadzero.checkpoint.torch_file import TorchFileWriter
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
 from offloadzero.interrupts import is_interrupt
@@ -72,14 +73,6 @@ class States:
     model: nn.Module
     records: Sequence[Record]
     weights: WeightAccess
-
-
-def _state_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
-    """The specs of the stored tensors of a parameter's optimizer states."""
-    if record.codes is not None:
-        codes = record.codes.specs(slot.shape)
-        return [(f"{slot.name}.{name}", dtype, shape) for name, _, dtype, shape in codes]
-    return [(f"{slot.name}.{kind}", torch.float32, slot.shape) for kind in record.spec.states]
 
 
 def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> None:
@@ -224,11 +217,7 @@ class _FileWriter:
 
     def add_record(self, states: States, record: Record, *, exclude_frozen: bool) -> None:
         slots = [slot for slot in record.slots if slot.trainable or not exclude_frozen]
-        specs: list[TensorSpec] = []
-        for slot in slots:
-            specs.append((slot.name, torch.float32 if slot.trainable else record.dtype, slot.shape))
-            if slot.trainable:
-                specs += _state_specs(record, slot)
+        specs = [spec for slot in slots for spec in _slot_specs(record, slot)]
         name = unit_file(record.index)
         with self._open(name, specs, unit=record.name) as writer:
             for slot in slots:
@@ -261,20 +250,23 @@ def _steps(records: Sequence[Record]) -> dict[str, int]:
     return {slot.name: slot.step for record in records for slot in record.trainable_slots}
 
 
+def _slot_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
+    if not slot.trainable:
+        return [(slot.name, record.dtype, slot.shape)]
+    states = form_of(record).specs(slot.shape)
+    return [
+        (slot.name, torch.float32, slot.shape),
+        *((f"{slot.name}.{name}", dtype, shape) for name, dtype, shape in states),
+    ]
+
+
 def _read_slot(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
+    """Yield the tensors of `_slot_specs`."""
     if not slot.trainable:
         yield states.weights.read(record, slot)
         return
     yield states.weights.read_master(record, slot)
-    yield from _read_states(states, record, slot)
-
-
-def _read_states(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
-    """Return the tensors that `_state_specs` names."""
-    if record.codes is not None:
-        yield from states.weights.read_codes(record, slot).values()
-    else:
-        yield from (states.weights.read_state(record, slot, kind) for kind in record.spec.states)
+    yield from form_of(record).read(states.weights, record, slot)
 
 
 def save_weights(states: States, path: Path) -> None:

@@ -41,9 +41,9 @@ from offloadzero.checkpoint.names import (
     is_unit_file,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
+from offloadzero.checkpoint.stored_states import form_among, state_names
 from offloadzero.errors import CheckpointError
 from offloadzero.fail_points import through
-from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import AnySpec
 from offloadzero.update.specs import SPECS
 
@@ -182,14 +182,6 @@ def _spec(path: Path, meta: Meta) -> AnySpec:
     raise CheckpointError(f"{path / META}: optimizer = {meta.optimizer!r}; this package knows {known}")
 
 
-def _state_dtypes(spec: AnySpec) -> dict[str, torch.dtype]:
-    """The dtypes by name: fp32 states, in the parameter's shape, or the codes of the compact layout."""
-    return {
-        **dict.fromkeys(spec.states, torch.float32),
-        **(spec.codes.stored_dtypes if spec.codes is not None else {}),
-    }
-
-
 def _stored(file: Path) -> dict[str, StoredTensor]:
     with SafetensorsReader(file) as reader:
         return {name: StoredTensor(file, entry) for name, entry in reader.entries.items()}
@@ -208,23 +200,25 @@ def _take_states(
     path: Path, spec: AnySpec, name: str, tensors: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Move a parameter's optimizer states out of `tensors`."""
-    has_codes = spec.codes is not None and f"{name}.{SegmentKind.SCALES}" in tensors
-    suffixes = tuple(spec.codes.stored_dtypes) if spec.codes is not None and has_codes else spec.states
-    missing = [stored for stored in (name, *(f"{name}.{s}" for s in suffixes)) if stored not in tensors]
+    shape = tensors[name].entry.shape if name in tensors else torch.Size(())
+    present = {state for state in state_names(spec) if f"{name}.{state}" in tensors}
+    specs = form_among(present, spec).specs(shape)
+    missing = [stored for stored in (name, *(f"{name}.{s}" for s, _, _ in specs)) if stored not in tensors]
     if missing:
         raise CheckpointError(f"{path}: missing {', '.join(missing)}")
-    shape, dtypes = tensors[name].entry.shape, _state_dtypes(spec)
-    states = {str(suffix): tensors.pop(f"{name}.{suffix}") for suffix in suffixes}
-    for suffix, stored in states.items():
-        if stored.entry.dtype != dtypes[suffix]:
-            raise CheckpointError(f"{stored.file}: {name}.{suffix} has dtype {stored.entry.dtype}")
-        if suffix != SegmentKind.SCALES and stored.entry.shape != shape:
-            raise CheckpointError(f"{stored.file}: {name}.{suffix} has another shape than {name}")
+    states = {suffix: tensors.pop(f"{name}.{suffix}") for suffix, _, _ in specs}
+    for suffix, dtype, stored_shape in specs:
+        file, entry = states[suffix].file, states[suffix].entry
+        if (entry.dtype, entry.shape) != (dtype, stored_shape):
+            found = f"{entry.dtype} {tuple(entry.shape)}"
+            raise CheckpointError(
+                f"{file}: {name}.{suffix} is {found} instead of {dtype} {tuple(stored_shape)}"
+            )
     return states
 
 
 def _check_weights(tensors: Mapping[str, StoredTensor], spec: AnySpec, meta: Meta) -> None:
-    of_states = _state_dtypes(spec)
+    of_states = state_names(spec)
     for name, stored in tensors.items():
         if name in meta.steps and stored.entry.dtype != torch.float32:
             raise CheckpointError(f"{stored.file}: {name} has dtype {stored.entry.dtype} instead of float32")

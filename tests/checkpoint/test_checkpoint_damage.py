@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -313,6 +314,20 @@ SEALED: dict[str, tuple[Edit, str]] = {
     "a huge shape": (in_header("[17, 17]", "[" + ", ".join(["9000000000000000000"] * 60) + "]"), "its shape"),
     "many dimensions": (in_header("[17, 17]", "[" + "1, " * 1000 + "289]"), "no shape"),
     "another shape": (in_header("[17, 17]", "[289, 1]"), r"blocks.0.weight is \(289, 1\), in the model"),
+    "a state of another shape": (
+        in_header(
+            f'"{NAME}.exp_avg": {{"dtype": "F32", "shape": [17, 17]',
+            f'"{NAME}.exp_avg": {{"dtype": "F32", "shape": [289]',
+        ),
+        r"blocks.0.weight.exp_avg is torch.float32 \(289,\) instead of torch.float32 \(17, 17\)",
+    ),
+    "a state of another dtype": (
+        in_header(
+            f'"{NAME}.exp_avg": {{"dtype": "F32", "shape": [17, 17]',
+            f'"{NAME}.exp_avg": {{"dtype": "F16", "shape": [34, 17]',
+        ),
+        r"blocks.0.weight.exp_avg is torch.float16 \(34, 17\) instead of torch.float32 \(17, 17\)",
+    ),
     "no offsets": (in_header('"data_offsets"', '"offsets"'), "no dtype, shape and data_offsets"),
     "three offsets": (in_header('"data_offsets": [0, ', '"data_offsets": [0, 0, '), "no dtype, shape"),
     "a gap": (in_header('"data_offsets": [0, 1156]', '"data_offsets": [4, 1160]'), "begins at 4"),
@@ -394,6 +409,33 @@ def test_what_the_manifest_agrees_to_is_checked_too(
         engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
     assert str(path) in str(raised.value)
     assert whole_state(engine) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (
+            'scales": {"dtype": "F32", "shape": [3, 2]',
+            'scales": {"dtype": "F32", "shape": [2, 3]',
+            r"\(2, 3\) instead of",
+        ),
+        ('exp_avg_e2m5": {"dtype": "I8"', 'exp_avg_e2m5": {"dtype": "U8"', "uint8 .* instead of torch.int8"),
+        ('scales": {', 'scale": {', "missing blocks.0.weight.exp_avg, "),
+    ],
+)
+def test_codes_of_another_kind_are_refused(old: str, new: str, reason: str, tmp_path: Path) -> None:
+    engine = small_engine(
+        tmp_path, "device", offloadzero={"state_layout": "compact", "units": {"min_leaf_elements": 100}}
+    )
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "saved", tag="global_step2")
+    path = tmp_path / "saved" / "global_step2"
+    edit_header(path / UNIT, old, new)
+    reseal(path)
+    before = whole_state(engine)
+    assert re.search(reason, refusal_of(engine, tmp_path / "saved", "codes") or "")
+    assert whole_state(engine) == before
+    engine.close()
 
 
 WEIRD = [
