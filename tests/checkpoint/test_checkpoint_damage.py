@@ -277,6 +277,11 @@ def in_header(old: str, new: str) -> Edit:
     return lambda path: edit_header(path / UNIT, old, new)
 
 
+def entry(state: str, dtype: str, sizes: str) -> str:
+    """How the header's entry of a state of NAME begins."""
+    return f'"{NAME}.{state}": {{"dtype": "{dtype}", "shape": [{sizes}'
+
+
 def header(data: bytes) -> Edit:
     return lambda path: set_header(path / UNIT, data)
 
@@ -315,17 +320,11 @@ SEALED: dict[str, tuple[Edit, str]] = {
     "many dimensions": (in_header("[17, 17]", "[" + "1, " * 1000 + "289]"), "no shape"),
     "another shape": (in_header("[17, 17]", "[289, 1]"), r"blocks.0.weight is \(289, 1\), in the model"),
     "a state of another shape": (
-        in_header(
-            f'"{NAME}.exp_avg": {{"dtype": "F32", "shape": [17, 17]',
-            f'"{NAME}.exp_avg": {{"dtype": "F32", "shape": [289]',
-        ),
+        in_header(entry("exp_avg", "F32", "17, 17"), entry("exp_avg", "F32", "289")),
         r"blocks.0.weight.exp_avg is torch.float32 \(289,\) instead of torch.float32 \(17, 17\)",
     ),
     "a state of another dtype": (
-        in_header(
-            f'"{NAME}.exp_avg": {{"dtype": "F32", "shape": [17, 17]',
-            f'"{NAME}.exp_avg": {{"dtype": "F16", "shape": [34, 17]',
-        ),
+        in_header(entry("exp_avg", "F32", "17, 17"), entry("exp_avg", "F16", "34, 17")),
         r"blocks.0.weight.exp_avg is torch.float16 \(34, 17\) instead of torch.float32 \(17, 17\)",
     ),
     "no offsets": (in_header('"data_offsets"', '"offsets"'), "no dtype, shape and data_offsets"),
@@ -414,19 +413,14 @@ def test_what_the_manifest_agrees_to_is_checked_too(
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (
-            'scales": {"dtype": "F32", "shape": [3, 2]',
-            'scales": {"dtype": "F32", "shape": [2, 3]',
-            r"\(2, 3\) instead of",
-        ),
-        ('exp_avg_e2m5": {"dtype": "I8"', 'exp_avg_e2m5": {"dtype": "U8"', "uint8 .* instead of torch.int8"),
-        ('scales": {', 'scale": {', "missing blocks.0.weight.exp_avg, "),
+        (entry("scales", "F32", "3, 2"), entry("scales", "F32", "2, 3"), r"\(2, 3\) instead of"),
+        (entry("exp_avg_e2m5", "I8", ""), entry("exp_avg_e2m5", "U8", ""), "uint8 .* instead of torch.int8"),
+        (entry("scales", "F32", ""), entry("scale", "F32", ""), "missing blocks.0.weight.exp_avg, "),
     ],
 )
 def test_codes_of_another_kind_are_refused(old: str, new: str, reason: str, tmp_path: Path) -> None:
-    engine = small_engine(
-        tmp_path, "device", offloadzero={"state_layout": "compact", "units": {"min_leaf_elements": 100}}
-    )
+    own = {"state_layout": "compact", "units": {"min_leaf_elements": 100}}
+    engine = small_engine(tmp_path, "device", offloadzero=own)
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved", tag="global_step2")
     path = tmp_path / "saved" / "global_step2"
