@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 from offloadzero.config.declared import shown
@@ -14,6 +15,7 @@ from offloadzero.lr_schedules import DEEPSPEED_SCHEDULES
 
 DOC = Path(__file__).parents[2] / "docs" / "config.md"
 TOP_LEVEL = "Top level"
+_ROW = re.compile(rf"\| `[^`]+` \| ({'|'.join(Action)}) \|")
 
 
 def key_table(path: str, table: KeyTable) -> list[str]:
@@ -48,7 +50,7 @@ def schedule_table() -> list[str]:
 
 
 def with_tables(text: str) -> str:
-    """The document with the table below each heading that has one written anew."""
+    """The document with the table below each heading that has one written anew; no key has a row elsewhere."""
     objects = (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
     tables = {f"`{path}`" if path else TOP_LEVEL: key_table(path, keys) for path, keys in objects}
     tables["Schedules"] = schedule_table()
@@ -64,7 +66,9 @@ def with_tables(text: str) -> str:
             continue
         if lines and due and lines[-1] == due[-1]:
             due = []
+        assert not _ROW.match(line), f"a row outside of the table of its section: {line}"
         lines.append(line)
+    assert not due or lines[-1] == due[-1], "no table at the end"
     assert not tables, f"no heading for {', '.join(tables)}"
     return "\n".join(lines) + "\n"
 
