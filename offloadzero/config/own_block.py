@@ -13,7 +13,7 @@ from offloadzero.config.deepspeed import Reading
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.nvme_paths import read_nvme_paths
 from offloadzero.config.own_values import TIERS, read_tier
-from offloadzero.config.parse import AUTO, read_enum
+from offloadzero.config.parse import AUTO, read_enum, read_int
 from offloadzero.config.schema import (
     ActivationConfig,
     ObserveConfig,
@@ -145,14 +145,14 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
 
 
 def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:
-    update = _read_keys(block, base)
-    if state_layout == "compact" and update.chunk_elements % COMPACT_CHUNK_MULTIPLE:
-        if "chunk_elements" in block:
-            allowed = f"a multiple of {COMPACT_CHUNK_MULTIPLE} with state_layout compact"
-            raise ConfigError(block.dotted("chunk_elements"), update.chunk_elements, allowed)
-        rounded = -(-update.chunk_elements // COMPACT_CHUNK_MULTIPLE) * COMPACT_CHUNK_MULTIPLE
-        return replace(update, chunk_elements=rounded)
-    return update
+    if state_layout != "compact":
+        return _read_keys(block, base)
+    # Before its own reader, whose multiple is too small here.
+    if block.read("chunk_elements", read_int, 0) % COMPACT_CHUNK_MULTIPLE:
+        allowed = f"a multiple of {COMPACT_CHUNK_MULTIPLE} with state_layout compact"
+        raise ConfigError(block.dotted("chunk_elements"), block.raw("chunk_elements"), allowed)
+    rounded = -(-base.chunk_elements // COMPACT_CHUNK_MULTIPLE) * COMPACT_CHUNK_MULTIPLE
+    return _read_keys(block, replace(base, chunk_elements=rounded))
 
 
 def _read_observe(block: Block, base: ObserveConfig) -> ObserveConfig:
