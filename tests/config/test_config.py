@@ -374,6 +374,11 @@ def test_the_tables_of_the_document_are_those_of_the_keys() -> None:
     assert with_tables(text) == text
 
 
+def test_what_messages_print_of_a_key_has_no_links() -> None:
+    """They are for the page, which makes them of the documents' paths."""
+    assert not [name for name, (_, _, spec) in keys_with(*Action).items() if "](" in spec.note]
+
+
 STALE = "| `offloadzero.gone` | use | nothing |"
 STALE_TABLE = f"| key | action | here |\n| --- | --- | --- |\n{STALE}\n\n"
 

@@ -28,6 +28,11 @@ def key_table(path: str, table: KeyTable) -> list[str]:
 
 
 def sentence(spec: KeySpec) -> str:
+    """What the page says of a key: its note, which messages print, with links to the other pages."""
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", _sentence(spec))
+
+
+def _sentence(spec: KeySpec) -> str:
     if spec.action is Action.ALIAS:
         return f"same as `{spec.note}`"
     if spec.action is Action.REFUSE and spec.kind is Kind.SWITCHED:
