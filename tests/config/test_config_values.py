@@ -12,15 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadzero.config import (
+    ActivationConfig,
+    AioConfig,
     BatchConfig,
     BudgetConfig,
     LossScaleConfig,
+    ObserveConfig,
     OffloadConfig,
     OptimizerConfig,
+    PlacementRule,
+    UnitConfig,
+    UpdateConfig,
     load_config,
 )
 from offloadzero.config.batch import resolve_batch
-from offloadzero.config.parse import read_num_bytes
+from offloadzero.config.declared import own_keys
+from offloadzero.config.own_values import read_multiple
+from offloadzero.config.parse import read_float, read_int, read_num_bytes
 from offloadzero.errors import ConfigError
 from offloadzero.segments import TierName
 from tests.config.blocks import TABLES, adam, nested
@@ -204,6 +212,55 @@ def test_bad_values_are_named(path: str, key: str, value: object) -> None:
         load_config(nested(path, key, value))
     assert caught.value.key == (f"{path}.{key}" if path else key)
     assert caught.value.value is value or caught.value.value == value
+
+
+CLASSES = {
+    "offloadzero": OffloadConfig,
+    "offloadzero.budgets": BudgetConfig,
+    "offloadzero.placement[]": PlacementRule,
+    "offloadzero.units": UnitConfig,
+    "offloadzero.activation_checkpoints": ActivationConfig,
+    "offloadzero.update": UpdateConfig,
+    "offloadzero.aio": AioConfig,
+    "offloadzero.observe": ObserveConfig,
+}
+# Of each number of the `offloadzero` block the smallest value, the largest (None: there is none), and a step off.
+BOUNDS: dict[tuple[str, str], tuple[float, float | None, float]] = {
+    ("offloadzero", "placement_tokens"): (1, 2**40, 1),
+    ("offloadzero.budgets", "device"): (0, None, 1),
+    ("offloadzero.budgets", "host"): (0, None, 1),
+    ("offloadzero.budgets", "nvme"): (0, None, 1),
+    ("offloadzero.units", "min_leaf_elements"): (0, None, 1),
+    ("offloadzero.units", "prefetch_units"): (1, None, 1),
+    ("offloadzero.activation_checkpoints", "input_bytes"): (1, None, 1),
+    ("offloadzero.update", "chunk_elements"): (4096, None, 2048),
+    ("offloadzero.update", "num_chunks_in_flight"): (1, 1024, 1),
+    ("offloadzero.update", "num_threads"): (1, 1024, 1),
+    ("offloadzero.aio", "transfer_timeout_s"): (0.1, 1e6, 0.001),
+}
+
+
+@loop_over({f"{path}.{key}": (path, key, *bounds) for (path, key), bounds in BOUNDS.items()})
+def test_bounds_are_taken_and_what_is_beyond_is_refused(
+    path: str, key: str, smallest: float, largest: float | None, step: float
+) -> None:
+    beside = {"tier": "host"} if key == "input_bytes" else {}
+    for value in (smallest, 2**40 if largest is None else largest):
+        load_config(nested(path, key, value, **beside))
+    for value in (smallest - step, *([] if largest is None else [largest + step])):
+        with pytest.raises(ConfigError) as caught:
+            load_config(nested(path, key, value, **beside))
+        assert caught.value.key == f"{path}.{key}"
+
+
+def test_each_number_of_the_own_block_has_its_bounds_above() -> None:
+    numbers = {
+        (path, key.name)
+        for path, config_class in CLASSES.items()
+        for _, key in own_keys(config_class)
+        if key.read in (read_float, read_int, read_num_bytes, read_multiple)
+    }
+    assert numbers == BOUNDS.keys()
 
 
 @loop_over({path: (path,) for path in TABLES if path and not path.endswith("[]")})
