@@ -68,4 +68,4 @@ def shown(default: object) -> str:
         return ", ".join(map(shown, default))
     if isinstance(default, Enum):
         return str(default.value)
-    return f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else str(default)
+    return str(default).removesuffix(".0").replace("e-0", "e-")

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from offloadzero.config import BatchConfig, OffloadConfig, load_config
+from offloadzero.config.declared import shown
 from offloadzero.config.keys import OWN_KEYS, Action, KeySpec, Kind
 from offloadzero.errors import ConfigError
+from offloadzero.segments import TierName
 from tests.config.blocks import NEEDED, TABLES, keys_with, nested, type_that_takes
 from tests.support.cases import loop_over
 from tests.support.key_tables import DOC, with_tables
@@ -377,6 +379,18 @@ def test_the_tables_of_the_document_are_those_of_the_keys() -> None:
 def test_what_messages_print_of_a_key_has_no_links() -> None:
     """They are for the page, which makes them of the documents' paths."""
     assert not [name for name, (_, _, spec) in keys_with(*Action).items() if "](" in spec.note]
+
+
+def test_the_defaults_in_sentences_are_exact() -> None:
+    assert [shown(number) for number in (1.0, 1e-3, 1e-8, 1e-10)] == ["1", "0.001", "1e-8", "1e-10"]
+    for number in (1234567.0, 0.12345678, 1e16, 1e-5, 100.05e-7):
+        assert float(shown(number)) == number
+    assert [shown(value) for value in (True, (0.9, 0.999), 100, TierName.HOST)] == [
+        "true",
+        "0.9, 0.999",
+        "100",
+        "host",
+    ]
 
 
 STALE = "| `offloadzero.gone` | use | nothing |"
