@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,8 @@ from offloadzero.errors import ConfigError, abbreviated
 
 T = TypeVar("T")
 D = TypeVar("D")
+
+_SLIP = 0.8  # how alike two keys are, by difflib, of which one is taken for a slip of the other
 
 
 class Block:
@@ -103,7 +106,11 @@ def _unknown_key(dotted: str, key: str, value: object, table: KeyTable) -> Confi
     tables = (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
     homes = [path or "the top level" for path, known in tables if key in known]
     if homes:
-        return ConfigError(dotted, value, f"unknown key here; it belongs in {' or '.join(homes)}")
+        # "params" in a placement is a slip of "param" rather than the optimizer's: a key that near is said as well.
+        near = difflib.get_close_matches(key, list(table), n=1, cutoff=_SLIP)
+        return ConfigError(
+            dotted, value, f"unknown key here; it belongs in {' or '.join(homes)}", known_keys=near
+        )
     return ConfigError(dotted, value, "unknown key", known_keys=table)
 
 

@@ -337,6 +337,20 @@ def test_a_key_in_the_wrong_block_is_sent_home() -> None:
         load_config({"aio": {"gradient_clipping": 1}})
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"optimizer": {"type": "Adam", "param": {}}}, r"^optimizer\.param = .*did you mean 'params'"),
+        ({"offloadzero": {"placement": {"params": "host"}}}, r"placement\.params = .*did you mean 'param'"),
+    ],
+)
+def test_a_slip_that_is_a_key_elsewhere_gets_the_nearest_key_of_its_own_object(
+    source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(source)
+
+
 @loop_over(
     {
         f"{name} = {absent}": (*row, absent)
