@@ -14,6 +14,7 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 _SLIP = 0.8  # how alike two keys are, by difflib, of which one is taken for a slip of the other
+_FEW_KEYS = 16  # an object of no more is named whole where no key is near
 
 
 class Block:
@@ -111,7 +112,11 @@ def _unknown_key(dotted: str, key: str, value: object, table: KeyTable) -> Confi
         return ConfigError(
             dotted, value, f"unknown key here; it belongs in {' or '.join(homes)}", known_keys=near
         )
-    return ConfigError(dotted, value, "unknown key", known_keys=table)
+    error = ConfigError(dotted, value, "unknown key", known_keys=table)
+    if error.nearest is None and len(table) <= _FEW_KEYS:
+        allowed = [known for known, spec in table.items() if spec.action is not Action.REFUSE]
+        return ConfigError(dotted, value, f"unknown key: allowed {', '.join(allowed)}")
+    return error
 
 
 def _check_kind(key: str, value: object, kind: Kind) -> None:
