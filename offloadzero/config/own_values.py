@@ -22,7 +22,12 @@ def read_tier(key: str, value: object) -> TierName:
 
 def read_bool_or_auto(key: str, value: object) -> bool | None:
     """Read a boolean, or "auto" as None. Raises ConfigError."""
-    return None if is_auto(value) else read_bool(key, value)
+    if is_auto(value):
+        return None
+    try:
+        return read_bool(key, value)
+    except ConfigError as error:
+        raise ConfigError(key, value, f"{error.allowed}, auto") from None
 
 
 def read_multiple(key: str, value: object, *, of: int) -> int:
@@ -37,7 +42,7 @@ def read_cores(key: str, value: object) -> tuple[int, ...]:
     """Read a list of CPUs that this process may use, sorted. Raises ConfigError."""
     usable = os.sched_getaffinity(0)
     if not isinstance(value, list) or not value:
-        raise ConfigError(key, value, "a list of CPU numbers")
+        raise ConfigError(key, value, "a list of at least one CPU number")
     cores = {read_int(f"{key}[{index}]", core, minimum=0) for index, core in enumerate(value)}
     if not usable.issuperset(cores):
         raise ConfigError(key, value, f"some of the CPUs this process may use: {sorted(usable)}")

@@ -263,6 +263,15 @@ def test_each_number_of_the_own_block_has_its_bounds_above() -> None:
     assert numbers == BOUNDS.keys()
 
 
+def test_what_is_allowed_is_said_whole() -> None:
+    for key, value, allowed in (
+        ("in_backward", "yes", "true, false, auto"),
+        ("cores", [], "at least one CPU"),
+    ):
+        with pytest.raises(ConfigError, match=allowed):
+            load_config({"offloadzero": {"update": {key: value}}})
+
+
 @loop_over({path: (path,) for path in TABLES if path and not path.endswith("[]")})
 def test_a_block_must_be_an_object(path: str) -> None:
     head, _, last = path.rpartition(".")
