@@ -122,7 +122,7 @@ def read_num_bytes(key: str, value: object, *, minimum: int = 0, maximum: int | 
             raise ConfigError(key, value, _BYTE_SIZE_ALLOWED)
         exact = Fraction(match[1]) * unit  # decimal arithmetic: "0.1GB" is 10**8, not a binary neighbour
         if exact.denominator != 1:
-            raise ConfigError(key, value, _BYTE_SIZE_ALLOWED)
+            raise ConfigError(key, value, f"a whole number of bytes, and this is {float(exact):.15g}")
         num_bytes = exact.numerator
     elif _is_whole(value):
         num_bytes = int(value)

@@ -149,6 +149,13 @@ def test_bad_byte_sizes(value: object) -> None:
             assert caught.value.key == f"offloadzero.budgets.{tier}"
 
 
+def test_a_size_of_no_whole_number_of_bytes_is_told_what_it_is() -> None:
+    with pytest.raises(
+        ConfigError, match=r"host = '1\.7MiB': a whole number of bytes, and this is 1782579\.2$"
+    ):
+        load_config({"offloadzero": {"budgets": {"host": "1.7MiB"}}})
+
+
 def test_budgets() -> None:
     budgets = {"device": "1.5GiB", "host": "512MB", "nvme": 1e12}
     config = load_config({"offloadzero": {"budgets": budgets}})
