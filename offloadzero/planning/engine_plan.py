@@ -182,7 +182,8 @@ def _measured(config: OffloadConfig, device: Device) -> Hardware | None:
     except (ConfigError, OSError, RuntimeError) as error:  # a damaged file, or no home to look in
         found, why = None, f"what was measured of this machine is not used: {error}"
     if found is None:
-        log.warning("%s%s. `offloadzero plan --hardware probe` does that once", GOES_BY_BYTES, why)
+        command = "`offloadzero plan --model SPEC --config FILE --hardware probe`"
+        log.warning("%s%s. %s does that once", GOES_BY_BYTES, why, command)
     return found
 
 

@@ -300,7 +300,8 @@ def test_an_engine_goes_by_what_was_measured_and_trains_the_same(
     config["offloadzero"]["placement_tokens"] = 18
     with caplog.at_level(logging.WARNING):
         assert trained(config)[0] == by_bytes
-    assert "goes by bytes: this machine has not been measured" in caplog.text
+    command = "`offloadzero plan --model SPEC --config FILE --hardware probe`"
+    assert f"goes by bytes: this machine has not been measured. {command} does that once" in caplog.text
     identity = describe(find_device("cpu"), [drive])
     kept = Hardware(memory=Memory(host=GIB), rates=SLOW_DRIVE, num_cores=2, identity=identity)
     path = cache_file(identity)
