@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from offloadzero import launch
 from offloadzero.arguments import Collate, config_source, make_loader
-from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
+from offloadzero.config import OffloadConfig, load_config, settle_for_initialize, with_unused_blocks
 from offloadzero.config.schema import MeshConfig
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
@@ -161,7 +161,11 @@ def _make_parts(
     collate_fn: Collate | None,
 ) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     if optimizer is not None or settings.optimizer is not None:
-        settings = settle_for_initialize(settings)
+        settings = with_unused_blocks(
+            settle_for_initialize(settings),
+            optimizer=None if optimizer is None else "initialize() is given an optimizer",
+            scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
+        )
         for warning in settings.warnings:
             warnings.warn(warning, stacklevel=4)
     loader = None

@@ -27,6 +27,7 @@ from offloadzero.config.settle import (
     expect_partitionable,
     settle_for_initialize,
     settle_for_offload,
+    with_unused_blocks,
 )
 
 __all__ = [
@@ -52,4 +53,5 @@ __all__ = [
     "read_config_file",
     "settle_for_initialize",
     "settle_for_offload",
+    "with_unused_blocks",
 ]

@@ -49,15 +49,16 @@ def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
 
 def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
     """Leave gradients alone unless the configuration says otherwise, as in torch; the script does the rest."""
-    given = (("optimizer", config.optimizer), ("scheduler", config.scheduler))
-    unused = [
-        f"{key}: not used: offload() trains with the optimizer that it is given"
-        for key, block in given
-        if block
-    ]
+    why = "offload() trains with the optimizer that it is given"
     clipping = config.gradient_clipping
-    return replace(
-        config,
-        gradient_clipping=0.0 if clipping is None else clipping,
-        notices=(*config.notices, *unused),
-    )
+    settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping)
+    return with_unused_blocks(settled, optimizer=why, scheduler=why)
+
+
+def with_unused_blocks(
+    config: OffloadConfig, *, optimizer: str | None = None, scheduler: str | None = None
+) -> OffloadConfig:
+    """Note for the log why the blocks of optimizer and schedule are not used, where the configuration has them."""
+    blocks = (("optimizer", config.optimizer, optimizer), ("scheduler", config.scheduler, scheduler))
+    unused = [f"{key}: not used: {why}" for key, block, why in blocks if block and why is not None]
+    return replace(config, notices=(*config.notices, *unused))

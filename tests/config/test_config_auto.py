@@ -103,6 +103,26 @@ def test_the_plain_form_says_what_it_does_not_use(
         assert f"{key}: not used: offload() trains with the optimizer that it is given" in caplog.text
 
 
+def test_initialize_says_that_a_block_gives_way_to_an_argument(
+    opened: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offloadzero")
+    blocks = {
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}},
+    }
+    start(opened, on_cpu(**blocks))
+    assert "not used" not in caplog.text
+    model = linear()
+    start(opened, on_cpu(**blocks), model=model, optimizer=adamw(model))
+    assert "optimizer: not used: initialize() is given an optimizer" in caplog.text
+    assert "scheduler: not used" not in caplog.text
+    start(opened, on_cpu(**blocks), lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1))
+    assert "scheduler: not used: initialize() is given a scheduler" in caplog.text
+    assert caplog.text.count("optimizer: not used") == 1
+
+
 @pytest.mark.parametrize(("key", "max_norm"), [({}, 1.0), ({"gradient_clipping": 0}, None)])
 def test_initialize_clips_as_deepspeed_does_and_says_so(
     key: dict[str, Any], max_norm: float | None, opened: list[Any]
