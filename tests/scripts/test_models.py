@@ -179,6 +179,31 @@ def test_training_in_fp32(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_units_under_activation_checkpoints_want_no_cache_of_keys(name: str, tmp_path: Path) -> None:
+    def loop_of(**call: bool) -> Callable[[Any], list[float]]:
+        def loop(engine: Any) -> list[float]:
+            losses = []
+            for seed in range(2):
+                loss = engine(**batch(seed), **call).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            return losses
+
+        return loop
+
+    without = make_config("nvme", tmp_path, clipping=1.0)
+    config = {**without, "offloadzero": {**without["offloadzero"], "activation_checkpoints": {}}}
+    resident = run_engine(MODELS[name], loop_of(use_cache=False), without)
+    assert_same(run_engine(MODELS[name], loop_of(use_cache=False), config), resident)
+    extended_again = (
+        r"The size of tensor a|A different number of tensors was saved"  # docs/troubleshooting.md
+    )
+    with pytest.raises(RuntimeError, match=extended_again):
+        run_engine(MODELS[name], loop_of(use_cache=True), config)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_generation_between_steps(name: str, tmp_path: Path) -> None:
     """`generate` on the offloaded module gives the tokens of the resident one and leaves training alone."""
 
