@@ -9,6 +9,7 @@ is still on its way counts as there, so that the result does not depend on time.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import NamedTuple
 
 from offloadzero.memory.arena import Holes
@@ -20,13 +21,17 @@ from offloadzero.schedule.prefetch import (
     plan_prefetch,
 )
 
+# Micro batches after the present one that decisions look at. A unit is used in each or in none: in the next one all are
+# found, and their uses after those in the one behind it.
+NUM_AHEAD = 2
+
 
 class UseOfUnit(NamedTuple):
-    """One use of a unit in a step; `completes`: backward has its gradient then."""
+    """One use of a unit in a micro batch; `completes`: backward has its gradient then."""
 
     unit: int
     completes: bool = False
-    makes_stale: bool = False  # its update begins with it
+    makes_stale: bool = False  # in the last micro batch of a step: its update begins with it
 
 
 class StartedFetch(NamedTuple):
@@ -36,27 +41,50 @@ class StartedFetch(NamedTuple):
     unit: int
 
 
+def uses_of_micro_batch(
+    forward: Sequence[int], backward: Sequence[int], *, trained: Collection[int], update_in_backward: bool
+) -> list[UseOfUnit]:
+    """Return the uses of a micro batch, of units that are fetched. Those `trained` have a gradient with their last."""
+    last_use = {unit: place for place, unit in enumerate(backward)}
+    uses = [UseOfUnit(unit) for unit in forward]
+    for place, unit in enumerate(backward):
+        completes = last_use[unit] == place and unit in trained
+        uses.append(UseOfUnit(unit, completes, makes_stale=completes and update_in_backward))
+    return uses
+
+
 def fetches_in_order(
     uses: Sequence[UseOfUnit],
     num_bytes: Mapping[int, int],
     *,
     arena_bytes: int,
     kept: Collection[int] = (),
+    times: int = 1,
 ) -> list[StartedFetch]:
     """Return the fetches of a step that is like the one before it, in the order of their submission.
 
     Args:
-        uses: of the units in `num_bytes`, all micro batches of a step.
+        uses: of the units in `num_bytes`, in a micro batch.
         num_bytes: bytes of each unit's lease.
         arena_bytes: the bytes that leases share.
         kept: units that no update makes stale: their leases last into the next step.
+        times: micro batches of the step. Of many most are alike, and each kind is gone through once.
     """
     if not uses:
         return []
-    schedule = _Schedule(uses, num_bytes, arena_bytes, kept)
+    schedule = _Schedule(uses, times, num_bytes, arena_bytes, kept)
     schedule.run()  # the second step begins as every later one does
     schedule.run()
     return schedule.fetches
+
+
+class _State(NamedTuple):
+    """The leases at the end of a micro batch, and the fetches in it, whose places count from its begin."""
+
+    offsets: dict[int, int]
+    holes: Holes
+    is_planned: bool
+    fetches: list[StartedFetch]
 
 
 class _Schedule:
@@ -65,26 +93,56 @@ class _Schedule:
     def __init__(
         self,
         uses: Sequence[UseOfUnit],
+        times: int,
         num_bytes: Mapping[int, int],
         arena_bytes: int,
         kept: Collection[int],
     ) -> None:
         self._uses = uses
-        self._order = [use.unit for use in uses]
+        self._times = times
+        self._of_micro = [use.unit for use in uses]
+        self._order: list[int] = []  # of the micro batch, and of those after it that decisions look at
         self._num_bytes = num_bytes
         self._largest = max(num_bytes.values(), default=0)
         self._holes = Holes(arena_bytes)
         self._offsets: dict[int, int] = {}  # of the leases, by unit
         self._kept = frozenset(kept)
-        self._after = [*(unit for unit in self._order if unit in self._kept), *self._order]
+        self._after = [*(unit for unit in self._of_micro if unit in self._kept), *self._of_micro]
+        self._known: dict[tuple[frozenset[tuple[int, int]], bool, int], _State] = {}
         self.fetches: list[StartedFetch] = []
 
     def run(self) -> None:
         """Run a step."""
-        self.fetches = []
         self._leave(self._offsets.keys() - self._kept)
+        self.fetches = []
+        self._look_ahead(0)
         self._plan(0, following=0, current=None)
-        planned = -1  # the place of a use that has been planned for when the one before it ended
+        fetches = self.fetches
+        is_planned = False
+        for micro in range(self._times):
+            num_ahead = self._look_ahead(micro)
+            key = (frozenset(self._offsets.items()), is_planned, num_ahead)
+            if key not in self._known:
+                self._known[key] = self._go_through(is_planned=is_planned, is_last=not num_ahead)
+            known = self._known[key]
+            self._offsets, self._holes = dict(known.offsets), deepcopy(known.holes)
+            is_planned = known.is_planned
+            start = micro * len(self._uses)
+            fetches += (StartedFetch(start + fetch.start, fetch.unit) for fetch in known.fetches)
+        self.fetches = fetches
+
+    def _look_ahead(self, micro: int) -> int:
+        """Have decisions look at a micro batch and those after it; return the number of the latter."""
+        num_ahead = min(self._times - micro - 1, NUM_AHEAD)
+        self._order = self._of_micro * (1 + num_ahead)
+        return num_ahead
+
+    def _go_through(self, *, is_planned: bool, is_last: bool) -> _State:
+        """Go through a micro batch. `is_planned`: for its first use, when the last one of the one before ended."""
+        self.fetches = []
+        planned = (
+            0 if is_planned else -1
+        )  # the place of a use that has been planned for when the one before it ended
         for place, use in enumerate(self._uses):
             if use.unit not in self._offsets:
                 self._enter_on_demand(place)
@@ -94,9 +152,10 @@ class _Schedule:
             if use.completes:
                 self._plan(place + 1, following=place + 1, current=None)
                 planned = place + 1
-            if use.makes_stale:
+            if use.makes_stale and is_last:
                 self._leave({use.unit})
                 planned = -1
+        return _State(dict(self._offsets), deepcopy(self._holes), planned == len(self._uses), self.fetches)
 
     def _enter(self, place: int, unit: int) -> bool:
         size = self._num_bytes[unit]

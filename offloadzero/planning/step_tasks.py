@@ -7,7 +7,7 @@ update/pipeline.py and update/staging.py (updates).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
@@ -21,7 +21,7 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.lane_simulation import Choice, Queue, Tasks
-from offloadzero.planning.step_fetches import StartedFetch, UseOfUnit, fetches_in_order
+from offloadzero.planning.step_fetches import fetches_in_order, uses_of_micro_batch
 from offloadzero.planning.step_work import LaneRates, Lanes, StepWork, UnitUse
 
 MAX_PIECES, PIECES_OF_STEP = 8, 200  # of one update, and of all of a step
@@ -97,30 +97,24 @@ class StepTasks:
 
     def _fetches_by_place(self) -> dict[int, list[int]]:
         """The units whose fetches start before the use at a place, in their order."""
-        work, last_use = self._work, self._last_use
-        uses: list[UseOfUnit] = []
-        places: list[int] = []  # of those uses among all
-        for micro in range(self._num_micro):
-            is_last = micro == self._num_micro - 1
-            for place, use in enumerate((*work.forward, *work.backward)):
-                unit = work.units[use.unit]
-                if not unit.lease_bytes:
-                    continue
-                is_complete = place - len(work.forward) == last_use.get(use.unit) and unit.trains
-                stale = is_complete and is_last and work.update_in_backward
-                uses.append(UseOfUnit(use.unit, is_complete, stale))
-                places.append(micro * (len(work.forward) + len(work.backward)) + place)
+        work = self._work
         sizes = {number: unit.lease_bytes for number, unit in enumerate(work.units) if unit.lease_bytes}
-        kept = [number for number in sizes if not work.units[number].trains]
-        found = fetches_in_order(uses, sizes, arena_bytes=work.arena_bytes, kept=kept)
-        return self._at_places(found, places)
-
-    @staticmethod
-    def _at_places(fetches: Iterable[StartedFetch], places: Sequence[int]) -> dict[int, list[int]]:
+        trained = {number for number in sizes if work.units[number].trains}
+        uses = uses_of_micro_batch(
+            [use.unit for use in work.forward if use.unit in sizes],
+            [use.unit for use in work.backward if use.unit in sizes],
+            trained=trained,
+            update_in_backward=work.update_in_backward,
+        )
+        all_uses = (*work.forward, *work.backward)
+        places = [place for place, use in enumerate(all_uses) if use.unit in sizes]  # of `uses` among all
         by_place: dict[int, list[int]] = {}
-        for fetch in fetches:
-            place = 0 if not fetch.start else places[fetch.start - 1] + 1
-            by_place.setdefault(place, []).append(fetch.unit)
+        for start, number in fetches_in_order(
+            uses, sizes, arena_bytes=work.arena_bytes, kept=sizes.keys() - trained, times=self._num_micro
+        ):
+            micro, before = divmod(start - 1, len(uses))  # the use that it follows
+            place = micro * len(all_uses) + places[before] + 1 if start else 0
+            by_place.setdefault(place, []).append(number)
         return by_place
 
     def _pieces(self) -> list[int]:

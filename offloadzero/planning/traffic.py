@@ -1,8 +1,8 @@
 """The bytes that one step moves on each lane: a pure function of records, placement and schedule.
 
 [Note: bytes of a step]
-From the second step on each step moves the same. Fetches are those of an optimal schedule in the arena that the plan
-has for unit leases (`schedule/prefetch.py`): forward and backward of each micro batch use the units there and back,
+From the second step on each step moves the same. Fetches are those of the running schedule (`planning/step_fetches.py`)
+in the arena that the plan has for unit leases: forward and backward of each micro batch use the units there and back,
 and an update makes leases of units that it trains stale. If a unit's parameters live on NVMe, fetches that have a lease
 before the update begins get the new parameters from the update itself, [Note: delivery] in update/delivery.py, and are
 not read. Their number depends on time, so reads of the drive are a range: at least, all fetches that find room are
@@ -16,9 +16,9 @@ Lanes have the names of observe/timeline.py, and the bytes are counted as they a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from offloadzero.config import OffloadConfig
@@ -43,14 +43,13 @@ from offloadzero.planning.collective_traffic import (
     of_update,
 )
 from offloadzero.planning.memory_plan import MemoryPlan
-from offloadzero.schedule.prefetch import choose_victims, next_uses
+from offloadzero.planning.step_fetches import fetches_in_order, uses_of_micro_batch
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 
 PARAM, GRAD = SegmentKind.PARAM, SegmentKind.GRAD
 FORWARD, BACKWARD, AFTER = "forward", "backward", "update"
 PHASES = (FORWARD, BACKWARD, AFTER)
-HORIZON = 6  # uses per unit that are looked ahead: three micro batches
 
 
 @dataclass(frozen=True)
@@ -167,17 +166,27 @@ def step_traffic(
 def _fetches_in(records: Sequence[Record], plan: MemoryPlan, uses: Uses, num_micro: int) -> list[Fetch]:
     """Return the fetches of a step in their order."""
     streamed = {r.index: r for r in records if r.is_gathered or not plan.placement[r.index, PARAM].is_device}
-    kept = frozenset(index for index, record in streamed.items() if not record.num_trainable)
-    order = [(True, index) for index in uses.forward if index in streamed]
-    order += [(False, index) for index in uses.backward if index in streamed]
+    trained = {index for index, record in streamed.items() if record.num_trainable}
+    forward = [index for index in uses.forward if index in streamed]
+    backward = [index for index in uses.backward if index in streamed]
+    of_micro = uses_of_micro_batch(
+        forward, backward, trained=trained, update_in_backward=plan.update_in_backward
+    )
     sizes = {index: align_up(record.param_bytes) for index, record in streamed.items()}
+    kept = streamed.keys() - trained
+    places: dict[int, list[int]] = {}
+    for place, use in enumerate(of_micro):
+        places.setdefault(use.unit, []).append(place)
     found: list[Fetch] = []
     copied = set(kept)  # near copies are those of the weights since the last update
-    for is_forward, index in fetches_of_step(
-        order, sizes, arena_bytes=plan.unit_lease_bytes, times=num_micro, kept=kept
+    for start, index in fetches_in_order(
+        of_micro, sizes, arena_bytes=plan.unit_lease_bytes, kept=kept, times=num_micro
     ):
+        of_unit = places[index]
+        following = bisect_left(of_unit, start % len(of_micro)) % len(of_unit)  # of the uses that it is for
+        phase = FORWARD if of_unit[following] < len(forward) else BACKWARD
         is_near = index in copied and index in plan.near_copies
-        found.append(Fetch(FORWARD if is_forward else BACKWARD, streamed[index], is_near))
+        found.append(Fetch(phase, streamed[index], is_near))
         copied.add(index)
     return found
 
@@ -217,64 +226,6 @@ def _add_gather(sheet: _Sheet, fetch: Fetch, plan: MemoryPlan, config: OffloadCo
         sheet.add(phase, NVME_READ, record.kept_param_bytes)
     if not near_tier.is_device:
         sheet.add(phase, D2H, near_bytes)
-
-
-def fetches_of_step(
-    uses: Sequence[tuple[bool, int]],
-    num_bytes: Mapping[int, int],
-    *,
-    arena_bytes: int,
-    times: int = 1,
-    kept: Collection[int] = (),
-) -> list[tuple[bool, int]]:
-    """Return those of a step's uses, (whether in forward, unit), that need a fetch.
-
-    The step is like the one before it. Units in `kept` are made stale by no update: their leases last into the next.
-
-    Args:
-        uses: of a micro batch.
-        times: micro batches of the step. Of many most are alike, and each kind is gone through once.
-    """
-    horizon = HORIZON * len(num_bytes)
-    num_seen = -(-horizon // max(1, len(uses)))  # micro batches that one looks ahead at, at most
-    known: dict[tuple[frozenset[int], int], tuple[list[tuple[bool, int]], frozenset[int]]] = {}
-    present: frozenset[int] = frozenset()
-    fetched: list[tuple[bool, int]] = []
-    for _ in range(2):  # the second begins as every later one does
-        fetched = []
-        for micro in range(times):
-            num_ahead = min(times - micro - 1, num_seen)
-            found = known.get((present, num_ahead))
-            if found is None:
-                after = set(present)
-                of_micro = list(_fetches(uses, list(uses) * num_ahead, num_bytes, arena_bytes, after))
-                found = known[present, num_ahead] = of_micro, frozenset(after)
-            of_micro, present = found
-            fetched += of_micro
-        present &= frozenset(kept)
-    return fetched
-
-
-def _fetches(
-    uses: Sequence[tuple[bool, int]],
-    later: Sequence[tuple[bool, int]],
-    num_bytes: Mapping[int, int],
-    arena_bytes: int,
-    present: set[int],
-) -> Iterator[tuple[bool, int]]:
-    """Yield the fetches of some uses, which `later` ones follow."""
-    horizon = HORIZON * len(num_bytes)
-    units = [unit for _, unit in (*uses, *later)]
-    for place, (is_forward, unit) in enumerate(uses):
-        if unit in present:
-            continue
-        wanted = num_bytes[unit] + sum(num_bytes[other] for other in present) - arena_bytes
-        if wanted > 0:
-            following = islice(units, place + 1, place + 1 + horizon)
-            distances = next_uses(following, among=present)
-            present.difference_update(choose_victims(present, distances, num_bytes=num_bytes, wanted=wanted))
-        present.add(unit)
-        yield is_forward, unit
 
 
 def gradient_bytes(record: Record, plan: MemoryPlan, num_micro: int) -> Mapping[str, int]:

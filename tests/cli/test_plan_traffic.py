@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from torch import nn
 
 import offloadzero
@@ -20,11 +17,9 @@ from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.observe.timeline import COMPUTE, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning import traffic
 from offloadzero.planning.step_tasks import StepTasks
 from offloadzero.planning.step_work import LaneRates, work_of_step
-from offloadzero.planning.traffic import AFTER, StepTraffic, fetches_of_step, step_traffic
-from offloadzero.schedule import prefetch
+from offloadzero.planning.traffic import AFTER, StepTraffic, step_traffic
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from tests.cli.test_plan_model import CONFIGS, PLENTY
@@ -123,58 +118,6 @@ def test_the_architecture_has_the_bytes_of_a_step(layout: str, column: int, tmp_
 
 
 # --- the schedule ---
-
-
-@given(st.integers(2, 12), st.integers(1, 12), st.integers(1, 3))
-@hypothesis_settings(max_examples=60, deadline=None)
-def test_there_and_back_costs_twice_all_but_what_stays(
-    num_units: int, num_leases: int, num_micro: int
-) -> None:
-    """Equal units: each way needs all of them but those that have stayed from the way before."""
-    there = list(range(num_units))
-    uses = [(True, unit) for unit in there] + [(False, unit) for unit in reversed(there)]
-    fetched = fetches_of_step(uses * num_micro, dict.fromkeys(there, 10), arena_bytes=10 * num_leases)
-    stays = min(num_leases, num_units)
-    assert len(fetched) == num_units + (2 * num_micro - 1) * (num_units - stays)
-
-
-@given(st.data(), st.integers(1, 6), st.integers(1, 20))
-@hypothesis_settings(max_examples=200, deadline=None)
-def test_many_micro_batches_fetch_as_if_each_were_gone_through(
-    data: st.DataObject, num_units: int, num_micro: int
-) -> None:
-    units = st.integers(0, num_units - 1)
-    there, back = (data.draw(st.lists(units, max_size=2 * num_units)) for _ in range(2))
-    uses = [(True, unit) for unit in there] + [(False, unit) for unit in back]
-    sizes = {unit: data.draw(st.integers(1, 9)) for unit in range(num_units)}
-    arena_bytes = max(sizes.values()) + data.draw(st.integers(0, 20))
-    kept = data.draw(st.sets(units))
-    found = fetches_of_step(uses, sizes, arena_bytes=arena_bytes, times=num_micro, kept=kept)
-    assert found == fetches_of_step(uses * num_micro, sizes, arena_bytes=arena_bytes, kept=kept)
-
-
-def test_many_micro_batches_are_not_gone_through_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search for "auto" would go through those of a thousand units for minutes, at the start of a training."""
-    looked: list[None] = []
-
-    def next_uses(*given: Any, **keys: Any) -> dict[int, int]:
-        looked.append(None)
-        return prefetch.next_uses(*given, **keys)
-
-    monkeypatch.setattr(traffic, "next_uses", next_uses)
-    there = list(range(20))
-    uses = [(True, unit) for unit in there] + [(False, unit) for unit in reversed(there)]
-    for num_micro in (20, 2000):
-        assert fetches_of_step(uses, dict.fromkeys(there, 10), arena_bytes=50, times=num_micro)
-    assert len(looked) < 20 * len(uses)
-
-
-def test_what_no_update_makes_stale_stays_from_step_to_step() -> None:
-    uses = [(True, 0), (True, 1), (False, 1), (False, 0)]
-    sizes = {0: 10, 1: 10}
-    assert fetches_of_step(uses, sizes, arena_bytes=20) == [(True, 0), (True, 1)]
-    assert fetches_of_step(uses, sizes, arena_bytes=20, kept={0}) == [(True, 1)]
-    assert fetches_of_step(uses, sizes, arena_bytes=20, kept={0, 1}) == []
 
 
 @pytest.mark.parametrize(("clipping", "num_micro"), [(1.0, 1), (0.0, 2)])

@@ -1,13 +1,22 @@
-"""The fetches of a step and where they start, by hand and beside those that the traffic counts."""
+"""The fetches of a step and where they start."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.planning.step_fetches import StartedFetch, UseOfUnit, fetches_in_order
-from offloadzero.planning.traffic import fetches_of_step
+from offloadzero.planning import step_fetches
+from offloadzero.planning.step_fetches import (
+    StartedFetch,
+    UseOfUnit,
+    fetches_in_order,
+    uses_of_micro_batch,
+)
+from offloadzero.schedule import prefetch
 
 
 def there_and_back(num_units: int, num_micro: int = 1, *, in_backward: bool = False) -> list[UseOfUnit]:
@@ -50,37 +59,61 @@ def test_blocks_of_two_sizes_are_fetched_ahead_though_holes_are_too_small() -> N
     assert on_demand == [(0, 0)]
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(1, 4),
-    st.integers(0, 300),
-    st.booleans(),
-    st.sets(st.integers(0, 7)),
-    st.data(),
-)
-@hypothesis_settings(max_examples=150, deadline=None)
-def test_the_fetches_are_those_that_the_traffic_counts(
-    num_units: int, num_micro: int, more: int, in_backward: bool, kept: set[int], data: st.DataObject
+@given(st.integers(2, 12), st.integers(1, 12), st.integers(1, 3))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_there_and_back_costs_twice_all_but_what_stays(
+    num_units: int, num_leases: int, num_micro: int
 ) -> None:
-    units = range(num_units)
-    sizes = dict.fromkeys(units, 10)
-    if data.draw(st.booleans()):
-        sizes = {unit: data.draw(st.integers(1, 10)) for unit in units}
-    uses = there_and_back(num_units, num_micro, in_backward=in_backward)
-    uses = [use._replace(completes=False, makes_stale=False) if use.unit in kept else use for use in uses]
-    arena_bytes = 10 + more
-    found = fetches_in_order(uses, sizes, arena_bytes=arena_bytes, kept=kept)
-    counted = fetches_of_step(
-        [(place // num_units % 2 == 0, use.unit) for place, use in enumerate(uses)],
-        sizes,
-        arena_bytes=arena_bytes,
-        kept=kept,
+    """Equal units: each way needs all of them but those that have stayed from the way before."""
+    sizes = dict.fromkeys(range(num_units), 10)
+    uses = there_and_back(num_units)
+    fetched = fetches_in_order(uses, sizes, arena_bytes=10 * num_leases, times=num_micro)
+    stays = min(num_leases, num_units)
+    assert len(fetched) == num_units + (2 * num_micro - 1) * (num_units - stays)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.booleans())
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_many_micro_batches_fetch_as_if_each_were_gone_through(
+    data: st.DataObject, num_units: int, num_micro: int, in_backward: bool
+) -> None:
+    units = st.integers(0, num_units - 1)
+    there, back = (data.draw(st.lists(units, max_size=2 * num_units)) for _ in range(2))
+    sizes = {unit: data.draw(st.integers(1, 9)) for unit in range(num_units)}
+    kept = data.draw(st.sets(units))
+    arena_bytes = max(sizes.values()) + data.draw(st.integers(0, 20))
+    uses = uses_of_micro_batch(
+        there, back, trained=set(range(num_units)) - kept, update_in_backward=in_backward
     )
-    if len(set(sizes.values())) == 1 and not kept:
-        assert sorted(fetch.unit for fetch in found) == sorted(unit for _, unit in counted)
+    before = [use._replace(makes_stale=False) for use in uses]
+    whole = before * (num_micro - 1) + uses
+    found = fetches_in_order(uses, sizes, arena_bytes=arena_bytes, kept=kept, times=num_micro)
+    assert found == fetches_in_order(whole, sizes, arena_bytes=arena_bytes, kept=kept)
     present: set[int] = set()
-    by_start = {start: [f.unit for f in found if f.start == start] for start in range(len(uses) + 1)}
-    for place, use in enumerate(uses):  # each unit has been fetched before its first use
+    by_start = {start: [f.unit for f in found if f.start == start] for start in range(len(whole) + 1)}
+    for place, use in enumerate(whole):  # each unit has been fetched before its first use
         present.update(by_start[place])
         assert use.unit in present | kept
-    assert all(0 <= fetch.start < len(uses) for fetch in found)
+    assert all(0 <= fetch.start < len(whole) for fetch in found)
+
+
+def test_many_micro_batches_are_not_gone_through_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for "auto" would go through those of a thousand units for minutes, at the start of a training."""
+    planned: list[None] = []
+
+    def plan_prefetch(*given: Any, **keys: Any) -> Any:
+        planned.append(None)
+        return prefetch.plan_prefetch(*given, **keys)
+
+    monkeypatch.setattr(step_fetches, "plan_prefetch", plan_prefetch)
+    uses = there_and_back(20)
+    for num_micro in (20, 2000):
+        assert fetches_in_order(uses, dict.fromkeys(range(20), 10), arena_bytes=50, times=num_micro)
+    assert len(planned) < 40 * len(uses)
+
+
+def test_what_no_update_makes_stale_stays_from_step_to_step() -> None:
+    uses, sizes = there_and_back(2), {0: 10, 1: 10}
+    for kept, units in ((set[int](), [0, 1]), ({0}, [1]), ({0, 1}, [])):
+        found = fetches_in_order(uses, sizes, arena_bytes=20, kept=kept)
+        assert [fetch.unit for fetch in found] == units

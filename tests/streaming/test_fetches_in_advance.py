@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offloadzero.memory.arena import ALIGN_BYTES, Lease, align_up
-from offloadzero.planning.step_fetches import StartedFetch, UseOfUnit, fetches_in_order
+from offloadzero.observe.timeline import H2D
+from offloadzero.planning.step_fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
+from offloadzero.planning.traffic import BACKWARD, FORWARD
+from offloadzero.schedule import prefetch
+from offloadzero.schedule.prefetch import eviction_order
 from offloadzero.streaming.leased_unit import HOME
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_leases import UnitLeases
+from tests.cli.test_plan_traffic import forecast
 from tests.streaming.test_order_of_use import Wide, start, train_step
 from tests.support.models import Stack
 from tests.support.training import make_config, merge
@@ -69,26 +74,19 @@ class Started:
         self._so_far.append(StartedFetch(start, unit.record.index))
 
 
-def uses_of_step(units: list[int], num_micro: int, *, in_backward: bool) -> Iterator[UseOfUnit]:
-    for micro in range(num_micro):
-        stale = in_backward and micro == num_micro - 1
-        yield from (UseOfUnit(unit) for unit in units)
-        yield from (UseOfUnit(unit, completes=True, makes_stale=stale) for unit in reversed(units))
+PAGES_AND_ROOM = [
+    ((1, 5, 5, 5, 5), 15),  # an embedding before blocks
+    ((1, 5, 1, 4, 3, 5, 2), 11),
+    ((3, 5, 3, 5, 2, 1, 3), 5),
+    ((5, 1, 5, 5, 3, 4, 2), 14),
+    ((1, 1, 3, 3, 4, 3, 5), 14),
+    ((5, 2, 2, 2, 5), 9),  # an embedding and a head that are larger than blocks
+]
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    ("pages", "room"),
-    [
-        ((1, 5, 5, 5, 5), 15),  # an embedding before blocks
-        ((1, 5, 1, 4, 3, 5, 2), 11),
-        ((3, 5, 3, 5, 2, 1, 3), 5),
-        ((5, 1, 5, 5, 3, 4, 2), 14),
-        ((1, 1, 3, 3, 4, 3, 5), 14),
-        ((5, 2, 2, 2, 5), 9),  # an embedding and a head that are larger than blocks
-    ],
-)
+@pytest.mark.parametrize(("pages", "room"), PAGES_AND_ROOM)
 def test_an_engine_fetches_where_its_plan_says(
     pages: tuple[int, ...],
     room: int,
@@ -97,20 +95,56 @@ def test_an_engine_fetches_where_its_plan_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Of units of several sizes, whose holes may be too small, to the very fetch."""
-    widths = iter([HIDDEN[number] for number in pages])
+    """Of units of several sizes, whose holes may be too small, to the very fetch, and as many bytes."""
+    expect_as_planned(pages, room, accumulation, clipping, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(("pages", "room"), PAGES_AND_ROOM)
+def test_another_order_of_eviction_is_the_plans_too(
+    pages: tuple[int, ...], room: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is decided in one place: the nearest next use leaves first here."""
+
+    def nearest_first(candidates: Collection[int], distances: Mapping[int, int]) -> list[int]:
+        return eviction_order(candidates, distances)[::-1]
+
+    monkeypatch.setattr(prefetch, "eviction_order", nearest_first)
+    expect_as_planned(pages, room, 2, 0.0, monkeypatch, tmp_path)
+
+
+def expect_as_planned(
+    pages: tuple[int, ...],
+    room: int,
+    accumulation: int,
+    clipping: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     live = {"stage3_max_live_parameters": room * ALIGN_BYTES // 2}
     config = merge(
         make_config("host", tmp_path, accumulation=accumulation, clipping=clipping),
         {"zero_optimization": live, "offloadzero": {"units": {"min_leaf_elements": 10**6}}},
     )
+
+    def build() -> Stack:
+        widths = iter([HIDDEN[number] for number in pages])
+        return Stack(lambda: Wide(next(widths)), len(pages))
+
+    traffic = forecast(build, config)
     started = Started(monkeypatch)
-    engine: Any = start(lambda: Stack(lambda: Wide(next(widths)), len(pages)), config)
+    engine: Any = start(build, config)
     executor = engine.optimizer.runtime.executor
-    sizes = {u.record.index: align_up(u.num_bytes) for u in executor.units if u.residency is not HOME}
+    moving = [unit for unit in executor.units if unit.residency is not HOME]
+    sizes = {unit.record.index: align_up(unit.num_bytes) for unit in moving}
     assert [size // ALIGN_BYTES for size in sizes.values()] == list(pages)
-    uses = list(uses_of_step(list(sizes), accumulation, in_backward=not clipping))
-    expected = fetches_in_order(uses, sizes, arena_bytes=executor.leases.arena.num_bytes)
+    uses = uses_of_micro_batch(
+        list(sizes), list(reversed(sizes)), trained=sizes.keys(), update_in_backward=not clipping
+    )
+    arena_bytes = executor.leases.arena.num_bytes
+    expected = fetches_in_order(uses, sizes, arena_bytes=arena_bytes, times=accumulation)
+    num_bytes = {unit.record.index: unit.num_bytes for unit in moving}
+    fetched = sum(traffic.by_phase[phase].get(H2D, 0) for phase in (FORWARD, BACKWARD))
+    assert fetched == sum(num_bytes[fetch.unit] for fetch in expected)
     for seed in range(5):
         train_step(engine, seed)
         assert seed < 2 or started.step == expected, f"step {seed}"
