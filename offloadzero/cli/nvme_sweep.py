@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from offloadzero.config import AioConfig
+from offloadzero.config import AioConfig, UpdateConfig
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -239,7 +239,7 @@ class StepChunk:
 
 
 NUM_CHUNKS_IN_FLIGHT = 4
-MAX_CHUNK_ELEMENTS = 4 * MIB  # the update pipeline's default chunk
+MAX_CHUNK_ELEMENTS = UpdateConfig.chunk_elements
 MIN_CHUNK_ELEMENTS = 4096  # its 2-byte segments are two blocks of 4 KiB
 
 
