@@ -57,7 +57,7 @@ from offloadzero.checkpoint.partial import (
     sync_directory,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
-from offloadzero.checkpoint.stored_states import form_of
+from offloadzero.checkpoint.stored_states import form_of, state_names
 from offloadzero.checkpoint.torch_file import TorchFileWriter
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
 from offloadzero.interrupts import is_interrupt
@@ -99,7 +99,7 @@ def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> N
 
 
 def _expect_storable(states: States) -> None:
-    """Raise CheckpointError for names and dtypes of the model that the format cannot keep."""
+    """Raise CheckpointError for dtypes and memory of the model that the format cannot keep."""
     frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
     expect_known_dtypes(frozen)
     _expect_keepable(persistent_buffers(states.model))
@@ -108,6 +108,19 @@ def _expect_storable(states: States) -> None:
 def _expect_keepable(tensors: Mapping[str, torch.Tensor]) -> None:
     expect_dense(tensors)
     expect_known_dtypes([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
+
+
+def _expect_clear_names(states: States, *, exclude_frozen: bool) -> None:
+    """Raise CheckpointError where one parameter has the name of another's state: none could be told from the other."""
+    slots = [(r, s) for r in states.records for s in r.slots if s.trainable or not exclude_frozen]
+    names = {slot.name for _, slot in slots}
+    for record, slot in slots:
+        for state in sorted(state_names(record.spec)):
+            if (stored := f"{slot.name}.{state}") in names:
+                raise CheckpointError(
+                    f"{stored} is a parameter, and by its name a state of {slot.name}: a checkpoint cannot have both. "
+                    "Rename one of the two parameters"
+                )
 
 
 def save_states(
@@ -122,8 +135,8 @@ def save_states(
     """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and its time here.
 
     ConfigError for a tag that cannot be used and for values that JSON cannot keep; CheckpointError for a dtype that the
-    format cannot keep, for parameters without states, and where `tag` or `latest` exists and is not ours. Nothing has
-    been written then.
+    format cannot keep, for parameters without states or with the name of another's, and where `tag` or `latest` exists
+    and is not ours. Nothing has been written then.
     """
     problem = tag_problem(tag)
     if problem is not None:
@@ -132,6 +145,7 @@ def save_states(
     meta = replace(meta, extra_states=extra.described)
     encode_meta(meta)
     expect_same_parameters(states, besides_frozen=exclude_frozen)
+    _expect_clear_names(states, exclude_frozen=exclude_frozen)
     _expect_keepable(extra.tensors)
     _expect_storable(states)
     final = directory / tag

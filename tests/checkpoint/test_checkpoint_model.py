@@ -189,6 +189,38 @@ def test_parameters_that_came_after_the_engine_are_refused(
     assert whole_state(engine) == before
 
 
+@pytest.mark.parametrize(
+    "name", ["embed.weight.exp_avg", "embed.weight.scales", "scale.exp_avg", "scale.exp_avg_e2m5"]
+)
+def test_a_parameter_with_the_name_of_a_state_is_refused(
+    engine_of: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    model = Net()
+    model._parameters[name] = nn.Parameter(torch.ones(17))  # register_parameter() takes no dots
+    engine = engine_of(model)
+    with pytest.raises(CheckpointError, match=rf"{name} is a parameter, and by its name a state of "):
+        engine.save_checkpoint(tmp_path / "saved", tag="a")
+    assert not (tmp_path / "saved").exists()
+    engine.save_16bit_model(tmp_path / "weights")
+
+
+def test_a_parameter_with_the_name_of_another_optimizer_s_state_comes_back(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engines = []
+    for seed in range(2):
+        model = Net()
+        model._parameters["embed.weight.sum"] = nn.Parameter(torch.full((17,), float(seed)))
+        model._parameters["scale.exp_avg"] = nn.Parameter(torch.ones(17))
+        engines.append(engine_of(model, seed))
+    saved, loaded = engines
+    # Without the frozen parameter its states are nobody's names.
+    saved.save_checkpoint(tmp_path / "saved", tag="a", exclude_frozen_parameters=True)
+    loaded.load_checkpoint(tmp_path / "saved", tag="a", load_module_strict=False)
+    assert whole_state(loaded)["steps"] == whole_state(saved)["steps"]
+    assert all(torch.equal(all_states(loaded)[key], value) for key, value in all_states(saved).items())
+
+
 def test_a_frozen_parameter_that_came_later_can_be_left_out(
     engine_of: Callable[..., Any], tmp_path: Path
 ) -> None:
