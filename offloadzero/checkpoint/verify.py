@@ -3,8 +3,8 @@
 [Note: what is checked at load]
 The manifest against its own digest, then size and digest of each file it lists, then that no file of our names is there
 beside them; then each field of meta.json and the header of each file: that dtypes and shapes give the sizes, that no
-tensor is there twice, that each parameter with a step count has the tensors of a state, in their dtypes, and none
-without. Only what has passed all of it is compared with the model, and only what has passed that is written. These
+tensor is there twice, that each parameter with a step count has the tensors of a state, in their dtypes and shapes, and
+none without. Only what has passed all of it is compared with the model, and only what has passed that is written. These
 checks cannot be skipped. They read every byte once more than loading does: that costs the checkpoint's size over the
 slower of the drive's and the digest's rate ([Note: the digest of a file]), and the part that fits into the page cache
 is then loaded from there.
