@@ -168,6 +168,8 @@ def _make_parts(
         )
         for warning in settings.warnings:
             warnings.warn(warning, stacklevel=4)
+    else:
+        settings = with_unused_blocks(settings, scheduler="there is no optimizer")
     loader = None
     if training_data is not None:
         loader = make_loader(

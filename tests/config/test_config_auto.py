@@ -103,7 +103,7 @@ def test_the_plain_form_says_what_it_does_not_use(
         assert f"{key}: not used: offload() trains with the optimizer that it is given" in caplog.text
 
 
-def test_initialize_says_that_a_block_gives_way_to_an_argument(
+def test_initialize_says_which_block_it_does_not_use(
     opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "offloadzero")
@@ -121,6 +121,9 @@ def test_initialize_says_that_a_block_gives_way_to_an_argument(
     start(opened, on_cpu(**blocks), lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1))
     assert "scheduler: not used: initialize() is given a scheduler" in caplog.text
     assert caplog.text.count("optimizer: not used") == 1
+    del blocks["optimizer"]
+    start(opened, on_cpu(**blocks))
+    assert "scheduler: not used: there is no optimizer" in caplog.text
 
 
 @pytest.mark.parametrize(("key", "max_norm"), [({}, 1.0), ({"gradient_clipping": 0}, None)])
