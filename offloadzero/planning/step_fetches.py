@@ -24,6 +24,9 @@ from offloadzero.schedule.prefetch import (
 # Micro batches after the present one that decisions look at. A unit is used in each or in none: in the next one all are
 # found, and their uses after those in the one behind it.
 NUM_AHEAD = 2
+# Steps that are gone through until one begins as an earlier one did: of few units it is one of the first dozen. Of many
+# there are fewer steps, with so many uses in one micro batch of each.
+MAX_STEPS, MAX_USES = 16, 8192
 
 
 class UseOfUnit(NamedTuple):
@@ -61,7 +64,10 @@ def fetches_in_order(
     kept: Collection[int] = (),
     times: int = 1,
 ) -> list[StartedFetch]:
-    """Return the fetches of a step that is like the one before it, in the order of their submission.
+    """Return the fetches of a step like those that a run settles to, in the order of their submission.
+
+    Leases of `kept` units lie where the step before has left them. Where steps of several sizes take turns for that, it
+    is the one that moves most.
 
     Args:
         uses: of the units in `num_bytes`, in a micro batch.
@@ -73,9 +79,23 @@ def fetches_in_order(
     if not uses:
         return []
     schedule = _Schedule(uses, times, num_bytes, arena_bytes, kept)
-    schedule.run()  # the second step begins as every later one does
-    schedule.run()
-    return schedule.fetches
+    steps: dict[Leases, list[list[StartedFetch]]] = {}  # by what they begin with
+    begun = schedule.leases()
+    most = max(2, min(MAX_STEPS, MAX_USES // len(uses)))
+    while begun not in steps and len(steps) < most:
+        steps[begun] = schedule.run()
+        begun = schedule.leases()
+    settled = list(steps.values())[list(steps).index(begun) if begun in steps else -1 :]
+    first, *others = max(settled, key=lambda step: sum(num_bytes[unit] for part in step for _, unit in part))
+    starts = range(0, times * len(uses), len(uses))
+    return first + [
+        StartedFetch(begin + start, unit)
+        for begin, part in zip(starts, others, strict=True)
+        for start, unit in part
+    ]
+
+
+Leases = frozenset[tuple[int, int]]  # the units that have one, and their offsets
 
 
 class _State(NamedTuple):
@@ -108,28 +128,34 @@ class _Schedule:
         self._offsets: dict[int, int] = {}  # of the leases, by unit
         self._kept = frozenset(kept)
         self._after = [*(unit for unit in self._of_micro if unit in self._kept), *self._of_micro]
-        self._known: dict[tuple[frozenset[tuple[int, int]], bool, int], _State] = {}
+        self._known: dict[tuple[Leases, bool, int], _State] = {}
         self.fetches: list[StartedFetch] = []
 
-    def run(self) -> None:
-        """Run a step."""
-        self._leave(self._offsets.keys() - self._kept)
+    def run(self) -> list[list[StartedFetch]]:
+        """Run a step, after which leases of `kept` units alone are left.
+
+        Returns the fetches before it, and those in each of its micro batches, whose places count from its begin.
+        """
         self.fetches = []
         self._look_ahead(0)
         self._plan(0, following=0, current=None)
-        fetches = self.fetches
+        parts = [self.fetches]
         is_planned = False
         for micro in range(self._times):
             num_ahead = self._look_ahead(micro)
-            key = (frozenset(self._offsets.items()), is_planned, num_ahead)
+            key = (self.leases(), is_planned, num_ahead)
             if key not in self._known:
                 self._known[key] = self._go_through(is_planned=is_planned, is_last=not num_ahead)
             known = self._known[key]
             self._offsets, self._holes = dict(known.offsets), deepcopy(known.holes)
             is_planned = known.is_planned
-            start = micro * len(self._uses)
-            fetches += (StartedFetch(start + fetch.start, fetch.unit) for fetch in known.fetches)
-        self.fetches = fetches
+            parts.append(known.fetches)
+        self._leave(self._offsets.keys() - self._kept)
+        return parts
+
+    def leases(self) -> Leases:
+        """Return the present leases. What lies where tells all holes."""
+        return frozenset(self._offsets.items())
 
     def _look_ahead(self, micro: int) -> int:
         """Have decisions look at a micro batch and those after it; return the number of the latter."""
@@ -140,9 +166,7 @@ class _Schedule:
     def _go_through(self, *, is_planned: bool, is_last: bool) -> _State:
         """Go through a micro batch. `is_planned`: for its first use, when the last one of the one before ended."""
         self.fetches = []
-        planned = (
-            0 if is_planned else -1
-        )  # the place of a use that has been planned for when the one before it ended
+        planned = 0 if is_planned else -1  # the use that has been planned for when the one before it ended
         for place, use in enumerate(self._uses):
             if use.unit not in self._offsets:
                 self._enter_on_demand(place)

@@ -1,12 +1,13 @@
 """The bytes that one step moves on each lane: a pure function of records, placement and schedule.
 
 [Note: bytes of a step]
-From the second step on each step moves the same. Fetches are those of the running schedule (`planning/step_fetches.py`)
-in the arena that the plan has for unit leases: forward and backward of each micro batch use the units there and back,
-and an update makes leases of units that it trains stale. If a unit's parameters live on NVMe, fetches that have a lease
-before the update begins get the new parameters from the update itself, [Note: delivery] in update/delivery.py, and are
-not read. Their number depends on time, so reads of the drive are a range: at least, all fetches that find room are
-delivered, at most none.
+From the second step on each step moves the same; with leases of frozen units, which last, from a later one on (or a few
+kinds of steps take turns, and the bytes are those of the one that fetches most). Fetches are those of the running
+schedule (`planning/step_fetches.py`) in the arena that the plan has for unit leases: forward and backward of each micro
+batch use the units there and back, and an update makes leases of units that it trains stale. If a unit's parameters
+live on NVMe, fetches that have a lease before the update begins get the new parameters from the update itself, [Note:
+delivery] in update/delivery.py, and are not read. Their number depends on time, so reads of the drive are a range: at
+least, all fetches that find room are delivered, at most none.
 
 Of several ranks the bytes are those of one: its shards on its own link and drive, and the tensors of its collectives,
 [Note: which collectives a step has] in planning/collective_traffic.py. No update delivers a shard to a lease.

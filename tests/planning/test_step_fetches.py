@@ -117,3 +117,22 @@ def test_what_no_update_makes_stale_stays_from_step_to_step() -> None:
     for kept, units in ((set[int](), [0, 1]), ({0}, [1]), ({0, 1}, [])):
         found = fetches_in_order(uses, sizes, arena_bytes=20, kept=kept)
         assert [fetch.unit for fetch in found] == units
+
+
+@pytest.mark.parametrize(
+    ("pages", "room", "kept", "settled"),
+    [
+        ((5, 3, 3, 3, 4, 2, 3), 12, {0, 1, 2}, 23),  # the second step moves 26
+        ((4, 4, 1, 3, 5, 4), 13, {0, 1, 5}, 22),  # three kinds of steps take turns: 17, 22 and 21
+    ],
+)
+def test_leases_that_last_settle_after_some_steps(
+    pages: tuple[int, ...], room: int, kept: set[int], settled: int
+) -> None:
+    """Where one lies decides which holes are left, and so which of them lie where in the step after it."""
+    units = range(len(pages))
+    uses = uses_of_micro_batch(
+        units, units[::-1], trained=set(units) - kept, update_in_backward=settled == 22
+    )
+    found = fetches_in_order(uses, dict(enumerate(pages)), arena_bytes=room, kept=kept)
+    assert sum(pages[fetch.unit] for fetch in found) == settled

@@ -149,3 +149,47 @@ def expect_as_planned(
         train_step(engine, seed)
         assert seed < 2 or started.step == expected, f"step {seed}"
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("pages", "room", "kept", "accumulation", "clipping"),
+    [
+        ((5, 3, 3, 3, 4, 2, 3), 12, {0, 1, 2}, 1, 0.5),
+        ((2, 4, 5, 1, 1, 3, 1), 15, {1, 2, 5}, 1, 0.0),
+        ((4, 3, 5, 4, 2, 4, 2), 16, {0, 1, 3, 5, 6}, 2, 0.5),
+    ],
+)
+def test_with_frozen_units_an_engine_settles_to_the_plans_step(
+    pages: tuple[int, ...],
+    room: int,
+    kept: set[int],
+    accumulation: int,
+    clipping: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Leases of frozen units last, and lie elsewhere after each of the first steps."""
+    live = {"stage3_max_live_parameters": room * ALIGN_BYTES // 2}
+    config = merge(
+        make_config("host", tmp_path, accumulation=accumulation, clipping=clipping),
+        {"zero_optimization": live, "offloadzero": {"units": {"min_leaf_elements": 10**6}}},
+    )
+
+    def build() -> Stack:
+        widths = iter([HIDDEN[number] for number in pages])
+        model = Stack(lambda: Wide(next(widths)), len(pages))
+        for number in kept:
+            model.blocks[number].requires_grad_(False)
+        return model
+
+    traffic = forecast(build, config)
+    started = Started(monkeypatch)
+    engine: Any = start(build, config)
+    units = engine.optimizer.runtime.executor.units
+    by_step = []
+    for seed in range(9):
+        train_step(engine, seed)
+        by_step.append(sum(units[fetch.unit].num_bytes for fetch in started.step))
+    engine.close()
+    moved = sum(traffic.by_phase[phase].get(H2D, 0) for phase in (FORWARD, BACKWARD))
+    assert by_step[6:] == [moved] * 3
