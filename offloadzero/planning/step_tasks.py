@@ -212,12 +212,12 @@ class StepTasks:
             home = None if updated is None else updated.home
             return self.tasks.add(FETCHES, copy_s, [self._computed, home], unit.name)
         asked = self.tasks.join([self._computed])
-        choice = None
-        if updated is not None:
+        choice, after = None, [asked, self._param_staging.free()]
+        if updated is not None and unit.trains_whole:
             choice = Choice(asked, updated.begun, updated.values, updated.home)
-        read = self.tasks.add(
-            READS_OF_FETCHES, read_s, [asked, self._param_staging.free()], unit.name, choice=choice
-        )
+        elif updated is not None:
+            after.append(updated.home)
+        read = self.tasks.add(READS_OF_FETCHES, read_s, after, unit.name, choice=choice)
         copied = self.tasks.add(FETCHES, copy_s, [read], unit.name)
         self._param_staging.take(copied)
         return copied

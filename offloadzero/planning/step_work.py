@@ -32,6 +32,7 @@ class UnitWork:
     lease_bytes: int = 0  # on the device for each use; 0: its parameters live there
     fetch: Lanes = field(default_factory=dict)  # one fetch
     trains: bool = True
+    trains_whole: bool = True  # its update has all of its parameters, and can deliver them to a lease
     gradient: Lanes = field(default_factory=dict)  # one micro batch's
     measured_on_device: bool = False  # its gradient's norm, where the device computes
     update: Lanes = field(default_factory=dict)  # with the states that it reads and writes
@@ -156,6 +157,7 @@ def _unit_work(record: Record, plan: MemoryPlan, config: OffloadConfig, num_micr
         shares_leases=not tier.is_device and not record.resident,
         passes=not tier.is_device and not plan.grads_have_homes,
         is_staged=not tier.is_device and plan.grads_have_homes and is_merged,
+        trains_whole=record.is_trained_whole,
     )
 
 

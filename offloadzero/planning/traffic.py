@@ -207,7 +207,7 @@ def _add_fetches(sheet: _Sheet, fetches: Sequence[Fetch], plan: MemoryPlan, conf
         if record.index not in seen:  # the first units of the forward, as many as have room at once
             seen.add(record.index)
             room -= align_up(record.param_bytes)
-            if room >= 0 and is_file:
+            if room >= 0 and is_file and record.is_trained_whole:
                 delivered += record.param_bytes
     return delivered
 

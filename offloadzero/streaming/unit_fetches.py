@@ -60,10 +60,11 @@ class UnitFetches:
     ) -> Callable[[], Sequence[Ticket] | None] | None:
         """Ask the unit's next update, if it has not begun, to deliver its parameters to `target`: [Note: delivery].
 
-        Returns a call for `Fetcher.submit` that blocks until the update is over and returns its copies.
+        Returns a call for `Fetcher.submit` that blocks until the update is over and returns its copies. No update has
+        all parameters of a unit that is frozen in part.
         """
         updated = unit.updated
-        if not isinstance(updated, UpdateTicket):
+        if not isinstance(updated, UpdateTicket) or not unit.record.is_trained_whole:
             return None
         device, label = self._store.on_device, unit.record.name
 

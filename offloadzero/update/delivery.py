@@ -5,7 +5,8 @@ A unit whose parameters live on NVMe is fetched for the next forward as soon as 
 before its update has begun. Then the update copies the new parameters of each chunk into that lease while they
 are in pinned memory anyway: the drive is spared the read of what it has just been sent, and the forward waits for
 the arithmetic, not for the write-back. If the update turns out not to touch the whole unit (a parameter without a
-gradient, a step that is skipped), or has begun already, the fetch reads the file as ever, after the update.
+gradient, a step that is skipped), or has begun already, the fetch reads the file as ever, after the update. So does
+that of a unit with frozen parameters, which no update touches whole.
 
 [Note: what delivery is not for]
 A unit whose parameters live in host memory is fetched when its update is done, whole. Delivered by chunk, its copy

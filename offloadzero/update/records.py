@@ -74,6 +74,11 @@ class Record:
         """The number of elements that the optimizer updates, with padding: they are the first ones."""
         return self.flat.num_trainable
 
+    @property
+    def is_trained_whole(self) -> bool:
+        """Whether the optimizer updates all of its parameters."""
+        return self.num_trainable == self.num_elements
+
     @cached_property
     def param_bytes(self) -> int:
         """The bytes of the parameters with padding."""

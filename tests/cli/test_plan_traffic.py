@@ -15,7 +15,7 @@ from torch import nn
 import offloadzero
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import load_config
-from offloadzero.observe.timeline import COMPUTE, NVME_READ, NVME_WRITE, UPDATE, WAIT
+from offloadzero.observe.timeline import COMPUTE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.step_tasks import StepTasks
 from offloadzero.planning.step_work import LaneRates, work_of_step
@@ -96,6 +96,24 @@ def test_lanes_move_what_is_forecast(model: str, name: str, tmp_path: Path) -> N
         most = expected.lane(NVME_READ)
         assert lanes == {lane: size for lane, size in expected.lanes.items() if lane != NVME_READ}
         assert most - expected.delivered_bytes <= reads <= most
+
+
+def test_no_update_delivers_a_unit_that_is_frozen_in_part(tmp_path: Path) -> None:
+    """It has the trained part alone, and a copy of that would be one more."""
+
+    def build() -> nn.Module:
+        model = models.Stack()
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+        return model
+
+    large = {"offloadzero": {"units": {"min_leaf_elements": 10**6}}}
+    config = merge(LEASES["nvme, three leases"](tmp_path), large)
+    expected = forecast(build, config)
+    assert expected.delivered_bytes == 0
+    assert expected.lane(H2D) > 0
+    for lanes in measured(build, models.features, config, tmp_path):
+        assert lanes == expected.lanes
 
 
 @pytest.mark.parametrize(("layout", "column"), [("fp32", 0), ("compact", 1)])

@@ -146,6 +146,8 @@ def test_an_update_delivers_where_the_fetch_is_there_first() -> None:
     early = simulate_step(stack([unit] * 2, leases=2), rates)
     assert late.busy_s[NVME_READ] == pytest.approx(2)  # of states alone
     assert early.busy_s[NVME_READ] > 2
+    in_part = stack([replace(unit, trains_whole=False)] * 2, leases=2, update_in_backward=False)
+    assert simulate_step(in_part, rates).busy_s[NVME_READ] > 2  # the update has no frozen parameters
 
 
 def test_inputs_of_checkpointed_units_go_out_and_come_back() -> None:
