@@ -248,12 +248,16 @@ class UpdatePipeline:
         return needs_slot(update.record) or not on_host
 
     def _update_on_device(self, update: RecordUpdate, grad: torch.Tensor, previous: Ticket) -> None:
-        buffers = {kind: segment.memory for kind, segment in update.record.segments.items()}
+        record = update.record
+        buffers = {kind: segment.memory for kind, segment in record.segments.items()}
         buffers[SegmentKind.GRAD] = grad
+        stop = record.kept_trainable
+        # Frozen parameters lie behind the others and are not touched.
+        num_bytes = update_bytes({kind: b[record.chunk_slice(kind, 0, stop)] for kind, b in buffers.items()})
 
         def task() -> None:
-            with self._store.accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(buffers)):
-                self._step(update, buffers, start=0, stop=update.record.kept_trainable, form=self._form)
+            with self._store.accelerator.span(DEVICE_UPDATE, record.name, num_bytes):
+                self._step(update, buffers, start=0, stop=stop, form=self._form)
             update.release_gradient()
 
         update.ticket.fulfil(self._device_lane.submit(task, after=[previous]))

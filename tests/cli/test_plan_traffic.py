@@ -15,7 +15,7 @@ from torch import nn
 import offloadzero
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import load_config
-from offloadzero.observe.timeline import COMPUTE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
+from offloadzero.observe.timeline import COMPUTE, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.step_tasks import StepTasks
 from offloadzero.planning.step_work import LaneRates, work_of_step
@@ -98,21 +98,31 @@ def test_lanes_move_what_is_forecast(model: str, name: str, tmp_path: Path) -> N
         assert most - expected.delivered_bytes <= reads <= most
 
 
+def half_frozen() -> nn.Module:
+    model = models.Stack()
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    return model
+
+
 def test_no_update_delivers_a_unit_that_is_frozen_in_part(tmp_path: Path) -> None:
     """It has the trained part alone, and a copy of that would be one more."""
-
-    def build() -> nn.Module:
-        model = models.Stack()
-        for block in model.blocks:
-            block.up.requires_grad_(False)
-        return model
-
     large = {"offloadzero": {"units": {"min_leaf_elements": 10**6}}}
     config = merge(LEASES["nvme, three leases"](tmp_path), large)
-    expected = forecast(build, config)
+    expected = forecast(half_frozen, config)
     assert expected.delivered_bytes == 0
     assert expected.lane(H2D) > 0
-    for lanes in measured(build, models.features, config, tmp_path):
+    for lanes in measured(half_frozen, models.features, config, tmp_path):
+        assert lanes == expected.lanes
+
+
+def test_an_update_on_the_device_moves_no_frozen_parameters(tmp_path: Path) -> None:
+    config = make_config(
+        "resident", tmp_path, offloadzero={"placement": "device", "units": {"min_leaf_elements": 10**6}}
+    )
+    expected = forecast(half_frozen, config)
+    assert expected.lane(DEVICE_UPDATE) > 0
+    for lanes in measured(half_frozen, models.features, config, tmp_path):
         assert lanes == expected.lanes
 
 
