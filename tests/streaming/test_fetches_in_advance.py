@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ class Started:
         self._so_far.append(StartedFetch(start, unit.record.index))
 
 
+def stack_of(pages: Sequence[int], frozen: Collection[int] = ()) -> Stack:
+    """Units of so many pages, some of them frozen."""
+    widths = iter([HIDDEN[number] for number in pages])
+    model = Stack(lambda: Wide(next(widths)), len(pages))
+    for number in frozen:
+        model.blocks[number].requires_grad_(False)
+    return model
+
+
+def config_with_room(room: int, accumulation: int, clipping: float, directory: Path) -> dict[str, Any]:
+    """On the host, with leases of so many pages."""
+    live = {"stage3_max_live_parameters": room * ALIGN_BYTES // 2}
+    return merge(
+        make_config("host", directory, accumulation=accumulation, clipping=clipping),
+        {"zero_optimization": live, "offloadzero": {"units": {"min_leaf_elements": 10**6}}},
+    )
+
+
 PAGES_AND_ROOM = [
     ((1, 5, 5, 5, 5), 15),  # an embedding before blocks
     ((1, 5, 1, 4, 3, 5, 2), 11),
@@ -120,16 +139,8 @@ def expect_as_planned(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    live = {"stage3_max_live_parameters": room * ALIGN_BYTES // 2}
-    config = merge(
-        make_config("host", tmp_path, accumulation=accumulation, clipping=clipping),
-        {"zero_optimization": live, "offloadzero": {"units": {"min_leaf_elements": 10**6}}},
-    )
-
-    def build() -> Stack:
-        widths = iter([HIDDEN[number] for number in pages])
-        return Stack(lambda: Wide(next(widths)), len(pages))
-
+    config = config_with_room(room, accumulation, clipping, tmp_path)
+    build = partial(stack_of, pages)
     traffic = forecast(build, config)
     started = Started(monkeypatch)
     engine: Any = start(build, config)
@@ -169,19 +180,8 @@ def test_with_frozen_units_an_engine_settles_to_the_plans_step(
     tmp_path: Path,
 ) -> None:
     """Leases of frozen units last, and lie elsewhere after each of the first steps."""
-    live = {"stage3_max_live_parameters": room * ALIGN_BYTES // 2}
-    config = merge(
-        make_config("host", tmp_path, accumulation=accumulation, clipping=clipping),
-        {"zero_optimization": live, "offloadzero": {"units": {"min_leaf_elements": 10**6}}},
-    )
-
-    def build() -> Stack:
-        widths = iter([HIDDEN[number] for number in pages])
-        model = Stack(lambda: Wide(next(widths)), len(pages))
-        for number in kept:
-            model.blocks[number].requires_grad_(False)
-        return model
-
+    config = config_with_room(room, accumulation, clipping, tmp_path)
+    build = partial(stack_of, pages, frozen=kept)
     traffic = forecast(build, config)
     started = Started(monkeypatch)
     engine: Any = start(build, config)
