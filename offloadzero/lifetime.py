@@ -144,13 +144,13 @@ class Resources:
         unseen = self.failures.unseen()
         collected = StateError("the engine was collected")
         if not self._others_wait:  # updates still under way would write weights that can no longer be read
-            self.failures.record(collected, has_failed=False)
+            self.failures.end(collected)
         try:
             with ExitStack() as ends:
                 ends.callback(self.close)
                 self.failures.begin_thread()  # the device's work is waited for here
         finally:
-            self.failures.record(collected, has_failed=False)
+            self.failures.end(collected)
             _closing.discard(self)
             self._collected.set()
         if unseen is not None:

@@ -391,7 +391,7 @@ class Runtime:
         unseen = self.failures.unseen()
         closed = StateError("the engine of this model is closed")
         cause = script_error or StateError("it has closed its engine")
-        self.failures.record(closed, cause=cause, has_failed=script_error is not None)
+        self.failures.end(closed, cause=cause, has_failed=script_error is not None)
         return unseen
 
     def restore_model(self) -> None:

@@ -248,22 +248,34 @@ class Failures:
         """Forget the threads."""
         self.threads = []
 
-    def record(
-        self, error: BaseException, *, cause: BaseException | None = None, has_failed: bool = True
+    def record(self, error: BaseException) -> None:
+        """Remember `error` as the engine's failure unless another came first."""
+        self._set_first(error, cause=error, has_failed=True, was_raised=False)
+
+    def end(
+        self, error: BaseException, *, cause: BaseException | None = None, has_failed: bool = False
     ) -> None:
-        """Remember `error` unless another came first.
+        """Remember that the engine has ended, as `error` says, unless a failure came first. No call has to raise it.
 
         Args:
             cause: the error that the other ranks are told in its place.
-            has_failed: False where the engine has ended, and nothing has failed.
+            has_failed: whether the other ranks are told that this one has failed.
         """
+        self._set_first(
+            error, cause=error if cause is None else cause, has_failed=has_failed, was_raised=True
+        )
+
+    def _set_first(
+        self, error: BaseException, *, cause: BaseException, has_failed: bool, was_raised: bool
+    ) -> None:
         with self._lock:
             is_first = self.first is None
             if is_first:
                 put_on_record(error, self._number)
+                self.was_raised |= was_raised
                 self.first = error
         if is_first and self._tell is not None:
-            self._tell(error if cause is None else cause, has_failed)
+            self._tell(cause, has_failed)
 
     def spoil(self, error: BaseException) -> None:
         """Record an error that the caller sees anyway."""
