@@ -41,6 +41,8 @@ from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import file_bytes, host_bytes
+from offloadzero.streaming.unit_changes import UnitChanges
+from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
@@ -118,6 +120,8 @@ class Parts:
     """The parts of an engine, all of them whole."""
 
     executor: Executor
+    changes: UnitChanges
+    reads: UnitReads
     weights: WeightAccess
     pipeline: UpdatePipeline
     activations: ActivationStore | None
@@ -293,11 +297,12 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
-    make_weights = WeightAccess if several is None else several.weights(records)
-    weights = make_weights(store, executor, clock=clock)
+    changes, reads = executor.changes, UnitReads(executor)
+    make_weights = WeightAccess if several is None else several.weights(records, executor)
+    weights = make_weights(store, changes, reads, clock=clock)
     make_access = GradientAccess if several is None else several.gradient_access(weights)
-    window = _build_window(records, ground, loop, executor, num_threads, make_access)
-    collector = _build_collector(ground, window, executor, several)
+    window = _build_window(records, ground, loop, changes, num_threads, make_access)
+    collector = _build_collector(ground, window, changes, several)
     landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
     accumulation = Accumulation(
         config.batch,
@@ -309,6 +314,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     coordinator = make_coordinator(
         policy,
         executor=executor,
+        changes=changes,
         window=window,
         collector=collector,
         landing=landing,
@@ -323,6 +329,8 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
     return Parts(
         executor=executor,
+        changes=changes,
+        reads=reads,
         weights=weights,
         pipeline=pipeline,
         activations=activations,
@@ -393,7 +401,7 @@ def _build_window(
     records: Sequence[Record],
     ground: Ground,
     loop: Loop,
-    executor: Executor,
+    changes: UnitChanges,
     num_threads: int | None,
     make_access: Callable[..., GradientAccess],
 ) -> GradientWindow:
@@ -404,7 +412,7 @@ def _build_window(
         clock=ground.clock,
         num_threads=num_threads,
         gradients=gradients,
-        previous_update=executor.update_ticket,
+        previous_update=changes.update_ticket,
         updates_in_backward=in_backward,
     )
     return GradientWindow(
@@ -416,7 +424,7 @@ def _build_window(
 
 
 def _build_collector(
-    ground: Ground, window: GradientWindow, executor: Executor, several: SeveralRanks | None
+    ground: Ground, window: GradientWindow, changes: UnitChanges, several: SeveralRanks | None
 ) -> GradientCollector:
     plan, device = ground.plan, ground.store.device
     shared = [
@@ -435,7 +443,7 @@ def _build_collector(
         device_leases=ground.device_pool(shared),
         own_leases={index: ground.device_pool([lease]) for index, lease in own.items()},
         clock=ground.clock,
-        previous_update=executor.update_ticket,
+        previous_update=changes.update_ticket,
         updates_in_backward=plan.update_in_backward,
     )
 

@@ -164,7 +164,8 @@ class Runtime:
             write_states(record, param_groups, self.store)
         ground = Ground(self.config, self.plan, self.store, self.clock, self.several)
         parts = build_parts(cut.records, ground, loop, self.resources)
-        self.executor, self.weights, self.activations = parts.executor, parts.weights, parts.activations
+        self.executor, self.changes = parts.executor, parts.changes
+        self.weights, self.activations = parts.weights, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self.parts = parts
         with interrupts.uninterrupted:  # hooks that are half in place could not be removed again
@@ -172,6 +173,7 @@ class Runtime:
                 self.model,
                 cut,
                 executor=parts.executor,
+                reads=parts.reads,
                 gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
                 weights=parts.weights,
                 timeline=self.monitor.timeline,
@@ -335,7 +337,7 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Block until all updates are home; raises what failed."""
-        self.executor.wait_updates()
+        self.changes.wait_updates()
         self.failures.check()
 
     @property
@@ -358,9 +360,9 @@ class Runtime:
         lost = self._lost_to_another()
         try:
             if self.failures.first is None and lost is None:
-                self.executor.wait_updates()
+                self.changes.wait_updates()
                 self.clock.settle(wait=True)
-            elif lost is not None and _script_error() is None and not self.executor.is_updated():
+            elif lost is not None and _script_error() is None and not self.changes.is_updated():
                 self.failures.record(lost)
         except BaseException as error:
             if interrupts.is_interrupt(error):
@@ -407,7 +409,7 @@ class Runtime:
             raise StateError("restore_model() inside of GatheredParameters: end the block before")
         if self.executor.is_in_forward:
             raise StateError("restore_model() inside of the model's forward, which goes on with its weights")
-        self.executor.wait_updates()
+        self.changes.wait_updates()
         if self.failures.unseen() is not None:
             self.failures.check()
         self._original.restore(self.weights)

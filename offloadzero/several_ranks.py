@@ -41,6 +41,7 @@ from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.step.reduced_grad import ReducedAccess
 from offloadzero.streaming.coded_gather import CodedGather
+from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
 from offloadzero.streaming.gathered_inputs import GatheredHomes
 from offloadzero.streaming.near_copies import NearCopies
@@ -260,9 +261,11 @@ class SeveralRanks:
             return None
         return functools.partial(GatheredHomes, ranks=ranks, accelerator=store.accelerator)
 
-    def weights(self, records: Sequence[Record]) -> Any:
+    def weights(self, records: Sequence[Record], executor: Executor) -> Any:
         """The call that makes a `WeightAccess`."""
-        return functools.partial(GatheredWeights, ranks=self.ranks, records=records)
+        if not isinstance(executor, GatheringExecutor):
+            raise AssertionError(f"{type(executor).__name__} gathers nothing")
+        return functools.partial(GatheredWeights, executor=executor, ranks=self.ranks, records=records)
 
     def gradient_access(self, weights: WeightAccess) -> Any:
         """The call that makes a `GradientAccess`. The ranks tell each other through `weights` what they read."""

@@ -51,6 +51,7 @@ from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.step_decision import decide_step
 from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.torch_private import (
     NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
@@ -119,6 +120,7 @@ class StepCoordinator:
         policy: StepPolicy,
         *,
         executor: Executor,
+        changes: UnitChanges,
         window: GradientWindow,
         collector: GradientCollector,
         landing: Landing,
@@ -143,6 +145,7 @@ class StepCoordinator:
         self._before_backward = before_backward
         self.collector = collector
         self._executor = executor
+        self._changes = changes
         self._window = window
         self._gradients = window.gradients
         self._landing = landing
@@ -269,7 +272,7 @@ class StepCoordinator:
         """Drop the step that was begun, even if a part of it was applied: a checkpoint replaces the states."""
         with uninterrupted:
             self._jobs = {}
-            self._executor.close_updates()
+            self._changes.close_updates()
             self._in_backward = False
             self._accumulation.drop_backwards()
             self.collector.abandon()
@@ -306,7 +309,7 @@ class StepCoordinator:
             order = self._executor.step_order(list(self._staged_records))
             # The forward has waited for the last update of each unit it used, not for those of the others: states that
             # are still being written back must not be read.
-            home = itertools.takewhile(lambda index: self._executor.update_ticket(index).done(), order)
+            home = itertools.takewhile(lambda index: self._changes.update_ticket(index).done(), order)
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
         backward = _Backward(self._end_backward)
         self._backward = _Running(backward)
@@ -334,7 +337,7 @@ class StepCoordinator:
         """
         self._gradients_complete(gradient)
         place = None if gradient.lease is None else self._landing.reserve(gradient)
-        before = self._executor.update_ticket(gradient.record.index)  # the job's ticket replaces it
+        before = self._changes.update_ticket(gradient.record.index)  # the job's ticket replaces it
         try:
             job = self._begin_job(gradient)
         except BaseException:
@@ -368,14 +371,14 @@ class StepCoordinator:
         if not self._updates_now:
             return None
         job = self._make_job(gradient, self._account)
-        self._executor.begin_update(gradient.record.index, job.ticket, in_backward=True)
+        self._changes.begin_update(gradient.record.index, job.ticket, in_backward=True)
         self._jobs[gradient.record.index] = job
         # Training cannot stop with half of the updates done.
         uninterrupted.until = None if self._backward is None else self._backward.reference
         return job
 
     def _make_job(self, gradient: RecordGradient, account: Account) -> UpdateJob:
-        return UpdateJob(gradient, account, before=self._executor.update_ticket(gradient.record.index))
+        return UpdateJob(gradient, account, before=self._changes.update_ticket(gradient.record.index))
 
     @property
     def skipped_steps(self) -> int:
@@ -406,7 +409,7 @@ class StepCoordinator:
         if not self._jobs:
             account = Account(self.global_steps + 1, self._current_hypers())
             for gradient in self._gradients.present():
-                self._executor.wait_updatable(gradient.record.index)
+                self._changes.wait_updatable(gradient.record.index)
         # All calls that may raise are done. From here on nothing waits.
         with self._failures.whole("step()"):
             self._take_step(account)
@@ -418,7 +421,7 @@ class StepCoordinator:
                 self._landing.measure(gradient, gradient.landed)
         gradients, jobs = self._window.close(), self._jobs
         self._jobs = {}
-        self._executor.close_updates()
+        self._changes.close_updates()
         if jobs:
             account.close()
             self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)], before=self._last.decided)
@@ -431,9 +434,9 @@ class StepCoordinator:
         self._executor.finish_step()
 
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
-        reads = self._executor.reads()  # of an evaluation since backward, say
+        reads = self._changes.launched_reads()  # of an evaluation since backward, say
         for job in jobs:
-            self._executor.begin_update(job.record.index, job.ticket)
+            self._changes.begin_update(job.record.index, job.ticket)
         order = self._executor.step_order([job.record.index for job in jobs])
         step = StepJobs(account, jobs, before=self._last.decided, reads=reads, order=order or None)
         if jobs:
@@ -449,7 +452,7 @@ class StepCoordinator:
             self._failures.check_readable()
             self._expect_droppable()
             self._jobs = {}
-            self._executor.close_updates()
+            self._changes.close_updates()
             self._in_backward = False
             self.collector.abandon()
             if set_to_none or self.policy.update_in_backward:

@@ -342,7 +342,7 @@ class ReducingCoordinator(StepCoordinator):
             self._reduce(self._gradients[index])
 
     def _reduce(self, gradient: RecordGradient) -> None:
-        before = self._executor.update_ticket(gradient.record.index)
+        before = self._changes.update_ticket(gradient.record.index)
         brought = self.collector.hand_over(gradient, closes=self._closes_window)
         self._landing.send(brought, None, before=before, job=None)
 
@@ -431,9 +431,9 @@ class ReducingCoordinator(StepCoordinator):
             raise lost
 
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
-        reads = self._executor.reads()
+        reads = self._changes.launched_reads()
         for job in jobs:
-            self._executor.begin_update(job.record.index, self._published(job))
+            self._changes.begin_update(job.record.index, self._published(job))
         order = self._executor.step_order([job.record.index for job in jobs])
         # Where another part of the model has gradients, the ranks of this one decide with it; and with other ranks of
         # this part where these may have gradients, as the script here has dropped all.

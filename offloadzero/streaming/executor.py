@@ -1,7 +1,8 @@
 """The use of units: each is on the device before it is used, and changes only when it is in no use.
 
 The residency policy decides which units are there, which stay and which leave; their leases carry that out. Code that
-computes with a unit or writes it calls the executor.
+computes with a unit calls the executor, code that changes one its `changes` (unit_changes.py), and code that reads one
+outside of its module's forward unit_reads.py.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from offloadzero.errors import BudgetError, StateError
+from offloadzero.errors import StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.torch_private import current_autograd_node, outside_of_transforms
+from offloadzero.torch_private import current_autograd_node
 from offloadzero.update.flat_layout import slot_layout
 from offloadzero.update.records import Record
 
@@ -55,10 +56,10 @@ class Executor:
             fetches=self._fetches,
             clock=clock,
         )
-        self._homes = [unit for unit in self.units if unit.residency is HOME]
         self.pins = self.residency.pins  # for reading
-        self.gathered: set[int] = set()  # units of which a script has gathered some parameters
-        self._updated_early: set[int] = set()  # units updated by this step's backward
+        self.changes = UnitChanges(
+            self.units, self.leases, self._fetches, store, pins=self.pins, clock=clock, lock=self._lock
+        )
         self._spoiled: set[int] = set()  # units in a forward whose lease has other values than their home
         self._num_forwards = 0  # the number of nested forwards of sites
         self._outermost_evaluates = False
@@ -167,9 +168,8 @@ class Executor:
                 "a forward began while another thread is in this model's: one thread at a time computes with an "
                 "offloaded model (others may read its weights: state_dict(), parameters())"
             )
-        if self._updated_early and current_autograd_node() is None:
-            for index in indices:
-                self.expect_step_taken(index)
+        if current_autograd_node() is None:
+            self.changes.expect_steps_taken(indices)
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self.residency.finish_evaluation()
@@ -187,14 +187,6 @@ class Executor:
         if not self._num_forwards:
             self._outermost_evaluates = evaluating
         self._num_forwards += 1
-
-    def expect_step_taken(self, index: int) -> None:
-        """Raise if backward has updated the unit and step() has not been called: a script would see the new weights."""
-        if index in self._updated_early and self._store.failures.stop is None:
-            raise StateError(
-                f"{self.units[index].record.name}: its weights are those after the step already, as they are updated "
-                'in backward: use them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
-            )
 
     def leave_forward(self, indices: Sequence[int]) -> None:
         """End the site's forward."""
@@ -224,7 +216,7 @@ class Executor:
             if index in self._spoiled:
                 with self._lock:
                     self._spoiled.discard(index)
-                    self._make_stale(self.units[index], self.units[index].updated, is_edit=True)
+                    self.changes.make_stale(self.units[index], self.units[index].updated, is_edit=True)
 
     def written_in_forward(self, index: int) -> list[int]:
         """The slots of a pinned unit whose parameters were written in place; none while another forward needs it."""
@@ -233,62 +225,6 @@ class Executor:
     def forget_written(self, index: int) -> None:
         """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
         self._spoiled.add(index)
-
-    # --- reads outside of sites ---
-
-    def on_device(self, index: int) -> torch.Tensor | None:
-        """Return the unit's parameters for an operation now, shape (num_elements,); None where its home should be read.
-
-        That is so between steps, when a fetch for one parameter would drive out units that the next step needs, and
-        where every lease is in use.
-        """
-        unit = self.units[index]
-        if unit.residency is not HOME and not self.is_running:
-            return None  # in another thread's forward, too: units on the device may leave during the read
-        if not self.pins[index]:
-            try:
-                with outside_of_transforms():
-                    self.touch(index, guard=True, evaluating=self.is_evaluating)
-            except BudgetError:  # every lease is in use
-                return None
-        return unit.flat
-
-    def num_updates(self, index: int) -> int:
-        """The number of the unit's updates begun so far."""
-        return self.units[index].generation - self.units[index].edits
-
-    def show(self, index: int, *, place: int, as_copy: bool) -> None:
-        """Bring a unit to the device for a read of one parameter and point its parameters there.
-
-        `as_copy`: that parameter points at a copy of its own, for a value that may be kept longer than the unit stays.
-        """
-        unit = self.units[index]
-        if place in unit.gathered:  # a script has it in memory of its own
-            return
-        try:
-            self.touch(index, guard=True, evaluating=self.is_evaluating)
-        except BudgetError:  # every lease is in use: operations take it from its home
-            return
-        unit.show()
-        if as_copy and unit.residency is not HOME:
-            unit.show_copy(place)
-
-    def gather(self, index: int, place: int, value: torch.Tensor) -> None:
-        """Make the parameter of slot `place` an ordinary one in `value` until `scatter`."""
-        self.units[index].gather(place, value)
-        self.gathered.add(index)
-
-    def scatter(self, index: int, place: int) -> torch.Tensor:
-        """Undo `gather`; return the memory that the parameter has now."""
-        unit = self.units[index]
-        value = unit.scatter(place)
-        if not unit.gathered:
-            self.gathered.discard(index)
-        return value
-
-    def gathered_in(self, index: int) -> dict[int, torch.Tensor]:
-        """The memory of the parameters that a script has gathered, by slot."""
-        return self.units[index].gathered_now()
 
     def gradients_complete(self, index: int) -> None:
         """End the unit's use: no operation of this backward reads its weights any more."""
@@ -301,93 +237,19 @@ class Executor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
         return self._fetches.read_home(unit)
 
-    # --- updates ---
-
-    def update_ticket(self, index: int) -> Ticket:
-        """The ticket of the unit's last update."""
-        return self.units[index].updated
-
-    def wait_updatable(self, index: int) -> None:
-        """Block until the unit's weights can change: `begin_update` will not wait. Nothing has changed till then."""
-        with self._lock:
-            self.units[index].expect_no_late_write()
-            self.leases.wait_arrived(self.units[index])
-
-    def begin_update(self, index: int, ticket: Ticket, *, in_backward: bool = False) -> None:
-        """Announce a change of the unit's trainable weights: its next use comes after `ticket`.
-
-        `in_backward`: the script has not called step() yet, so it must not see them.
-        """
-        with self._lock:
-            if in_backward:  # else `wait_updatable` has looked
-                self.units[index].expect_no_late_write()
-            self._make_stale(self.units[index], ticket)
-            if in_backward:
-                self._updated_early.add(index)
-
-    def close_updates(self) -> None:
-        """Forget the updates that backward has begun: their step is over, or will not be."""
-        self._updated_early.clear()
-
-    def reads(self) -> Ticket:
-        """Return a ticket of the work that the calling thread has launched so far, which may read any weights."""
-        return self._store.accelerator.computed()
-
-    def begin_edit(self, index: int) -> None:
-        """Announce that the caller is about to write any of the unit's weights.
-
-        In its module's forward the unit stays, and the caller writes it there as well.
-        """
-        with self._lock:
-            if self.pins[index]:
-                return
-            self.units[index].expect_no_late_write()
-            self._make_stale(self.units[index], FINISHED, is_edit=True)
-
-    def pinned_parameters(self, index: int) -> torch.Tensor | None:
-        """The parameters of a unit whose module is in its forward, shape (num_elements,); else None."""
-        return self.units[index].flat if self.pins[index] else None
-
-    def _make_stale(self, unit: LeasedUnit, ticket: Ticket, *, is_edit: bool = False) -> None:
-        with uninterrupted:
-            self.leases.wait_arrived(unit)
-            unit.change(ticket, is_edit=is_edit)
-            if unit.residency is not HOME and unit.residency is not RELEASED:
-                self.leases.release(unit)
+    # --- steps ---
 
     def step_order(self, indices: Sequence[int]) -> list[int]:
         """Sort `indices` by their first use in a step; units that never leave the device come first."""
         return self.residency.step_order(indices)
 
-    def expect_no_late_write(self, index: int) -> None:
-        """Raise if a write through a kept view has not reached the unit's home: [Note: kept views]."""
-        self.units[index].expect_no_late_write()
-
-    def _wait_for_kept(self) -> None:
-        """Wait for updates of resident weights that scripts keep views of: step() returns with them done."""
-        for unit in self._homes:
-            if not unit.updated.done() and unit.stays_kept():
-                with self._clock.waiting("update"), self._store.failures.handed_over():
-                    order_compute_after(unit.updated)
-
     def finish_step(self) -> None:
         """End the step, all of whose updates have begun: start to fetch units for the next forward."""
-        self._wait_for_kept()
+        self.changes.wait_for_kept()
         with self._lock:
             self._store.accelerator.end_step()
             self.residency.finish_step()
             self.leases.prefetch()
-
-    def is_updated(self) -> bool:
-        """Whether every update is home."""
-        return all(unit.updated.done() for unit in self.units)
-
-    def wait_updates(self) -> None:
-        """Block until every update is home."""
-        with self._clock.waiting("synchronize"), self._store.failures.handed_over():
-            for unit in self.units:
-                unit.updated.wait()
-        self._store.failures.check_readable()
 
 
 def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUnit]:

@@ -38,7 +38,9 @@ from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.streaming.unit_fetches import UnitFetches
+from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import NO_GRAPH_TASK, active_ddp_module, current_graph_task_id
 from offloadzero.update.flat_layout import ParamSlot
@@ -127,6 +129,11 @@ class GatheredFetches(UnitFetches):
         start, stop = record.shard.kept_range(region.numel())
         copy(region[start:stop], shard)
         self._ranks.weights.all_gather(region, label)
+
+    def forget(self, index: int) -> None:
+        """Have the unit's next fetch read the home, and not the copy that the ranks of a machine keep."""
+        if self._near is not None:
+            self._near.forget(index)
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
@@ -233,12 +240,6 @@ class GatheringExecutor(Executor):
         entered, self._entered = self._entered, None
         return list(entered or ())
 
-    def begin_edit(self, index: int) -> None:
-        """Note that the caller is about to write any of the unit's weights, be it in a forward of its module."""
-        super().begin_edit(index)
-        if self._near is not None:
-            self._near.forget(index)
-
     def gradients_complete(self, index: int) -> None:
         """Do nothing: the use goes on until the next one, or the end of the backward: [Note: what a rank fetches]."""
 
@@ -266,15 +267,16 @@ class GatheredWeights(WeightAccess):
     def __init__(
         self,
         store: TieredStore,
-        executor: Executor,
+        changes: UnitChanges,
+        reads: UnitReads,
         *,
         clock: StepClock,
+        executor: GatheringExecutor,
         ranks: Ranks,
         records: Sequence[Record],
     ) -> None:
-        super().__init__(store, executor, clock=clock)
-        if not isinstance(executor, GatheringExecutor):
-            raise AssertionError(f"{type(executor).__name__} gathers nothing")
+        super().__init__(store, changes, reads, clock=clock)
+        self._executor = executor
         self._coded = executor.coded
         self._ranks = ranks
         self._records = records
@@ -286,7 +288,7 @@ class GatheredWeights(WeightAccess):
         if not to_write or not self._coded.is_coded(record, slot):
             return super().value(record, slot, to_write=to_write)
         if slot.trainable:
-            self._executor.expect_step_taken(record.index)
+            self._changes.expect_step_taken(record.index)
         return self.read(record, slot).to(self.device)
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
@@ -310,7 +312,7 @@ class GatheredWeights(WeightAccess):
         with self._store.failures.whole(f"GatheredParameters of {slot.name} over the ranks"):
             value = self.value(record, slot, to_write=self._coded.is_coded(record, slot))
             memory.copy_(value)
-            self._executor.gather(record.index, slot.index, memory)
+            self._reads.gather(record.index, slot.index, memory)
 
     def commit_gathered(self, indices: Collection[int]) -> None:  # noqa: ARG002
         """Write what a script has written into gathered parameters, all of them, where the outermost forward begins."""

@@ -66,6 +66,7 @@ from offloadzero.streaming.forwards import (
 )
 from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
 from offloadzero.streaming.saved_weights import SavedWeights
+from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
@@ -294,6 +295,7 @@ class ModelHooks:
         cut: UnitCut,
         *,
         executor: Executor,
+        reads: UnitReads,
         gradient_hook: Callable[[Record, ParamSlot], Callable[[torch.Tensor], None]],
         weights: WeightAccess,
         timeline: Timeline,
@@ -310,6 +312,7 @@ class ModelHooks:
             activations: takes the inputs of these.
         """
         self.executor = executor
+        self._reads = reads
         self._saved_weights = SavedWeights(executor)
         self.timeline = timeline
         self._gradient_hook = gradient_hook
@@ -394,7 +397,7 @@ class ModelHooks:
         if self.executor.is_running:
             may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
             with outside_of_transforms():
-                self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
+                self._reads.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
     def _own_innermost(self) -> SavedTensorHooks | None:
         """The innermost saved-tensor hooks, if they are this engine's."""
@@ -407,7 +410,7 @@ class ModelHooks:
 
     def commit_gathered(self, records: Sequence[int]) -> None:
         """Write home the changes of a script to gathered parameters, before a forward computes with them."""
-        if self.executor.gathered:
+        if self._reads.gathered:
             self._weights.commit_gathered(records)
 
     def commit_written(self, records: Sequence[int]) -> None:
@@ -461,7 +464,7 @@ class ModelHooks:
             if self._weights.gathered_value(record, slot) is not None:
                 continue  # an ordinary parameter, of which a script may ask one rank alone
             if slot.trainable:
-                self.executor.expect_step_taken(record.index)
+                self.executor.changes.expect_step_taken(record.index)
             weight = weight_of(param)
             # Tied parameters share a copy: a writer of files compares the memory to write them once.
             same = (

@@ -47,6 +47,9 @@ class UnitFetches:
             delivered=delivered,
         )
 
+    def forget(self, index: int) -> None:
+        """Note that a script writes the unit's home, where a fetch may read something else."""
+
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
         home = torch.empty(unit.record.num_elements, dtype=unit.record.dtype, device="cpu")

@@ -21,7 +21,8 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.block_acts import Block, BlockAct
-from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.unit_changes import UnitChanges
+from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import kept_place
 from offloadzero.update.record_state import segment_slice
@@ -32,9 +33,12 @@ from offloadzero.update.spec import StateCodes
 class WeightAccess:
     """Reads and edits parameters and states between steps; waits for the unit's own update only."""
 
-    def __init__(self, store: TieredStore, executor: Executor, *, clock: StepClock) -> None:
+    def __init__(
+        self, store: TieredStore, changes: UnitChanges, reads: UnitReads, *, clock: StepClock
+    ) -> None:
         self._store = store
-        self._executor = executor
+        self._changes = changes
+        self._reads = reads
         self._clock = clock
         self.blocks: list[Block] = []  # in which a script is, the innermost last
         # Of gathered parameters: the history when the script's memory and the home were last the same.
@@ -85,11 +89,11 @@ class WeightAccess:
 
     def num_updates(self, record: Record) -> int:
         """The number of the record's updates begun so far."""
-        return self._executor.num_updates(record.index)
+        return self._changes.num_updates(record.index)
 
     def is_in_forward(self, record: Record) -> bool:
         """Whether a module that needs the record computes."""
-        return self._executor.pinned_parameters(record.index) is not None
+        return self._reads.pinned_parameters(record.index) is not None
 
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
         """Return the parameter on the device, in its shape, for an operation that is launched next.
@@ -97,8 +101,8 @@ class WeightAccess:
         `to_write`: in memory of its own; otherwise it may be the unit's, and must not be written.
         """
         if slot.trainable:
-            self._executor.expect_step_taken(record.index)
-        flat = None if self._store.is_closed else self._executor.on_device(record.index)
+            self._changes.expect_step_taken(record.index)
+        flat = None if self._store.is_closed else self._reads.on_device(record.index)
         if flat is None:
             return self.read(record, slot).to(self.device)
         value = slot.view_in(flat)
@@ -115,13 +119,13 @@ class WeightAccess:
             new = torch.where(changed, new.float(), self._master_of(record, slot, home))
         with UninterruptedThroughout():
             self.write(record, slot, new)
-            flat = self._executor.pinned_parameters(record.index)
+            flat = self._reads.pinned_parameters(record.index)
             if flat is not None:
                 slot.view_in(flat).copy_(value)
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write the changes made in place to these slots' parameters in the forward that now ends."""
-        flat = self._executor.pinned_parameters(record.index)
+        flat = self._reads.pinned_parameters(record.index)
         if flat is None:
             raise AssertionError(f"{record.name} is in no forward")
         # One section, with its reads, which may block: after an interrupt the missing commits would be unknown.
@@ -154,15 +158,15 @@ class WeightAccess:
     def gather(self, record: Record, slot: ParamSlot, memory: torch.Tensor) -> None:
         """Make a parameter an ordinary one in `memory`, on the device and in its shape, until `scatter`."""
         memory.copy_(self.value(record, slot))
-        self._executor.gather(record.index, slot.index, memory)
+        self._reads.gather(record.index, slot.index, memory)
 
     def scatter(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Undo `gather`; return the value that the parameter holds now."""
-        return self._executor.scatter(record.index, slot.index)
+        return self._reads.scatter(record.index, slot.index)
 
     def gathered_value(self, record: Record, slot: ParamSlot) -> torch.Tensor | None:
         """Return the memory of a gathered parameter; None of another one."""
-        return self._executor.gathered_in(record.index).get(slot.index)
+        return self._reads.gathered_in(record.index).get(slot.index)
 
     def note_shown(self, record: Record, slot: ParamSlot) -> None:
         """Note that a gathered parameter has the value of its home now."""
@@ -294,11 +298,11 @@ class WeightAccess:
 
     def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         segment = self._segment(record, slot, kind)
-        self._executor.expect_no_late_write(record.index)
+        self._changes.expect_no_late_write(record.index)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
         target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
         with self._clock.waiting("state access"), self._store.failures.handed_over():
-            self._executor.update_ticket(record.index).wait()
+            self._changes.update_ticket(record.index).wait()
             self._read_home(record, slot, segment, target)
         return target
 
@@ -312,15 +316,15 @@ class WeightAccess:
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
         with UninterruptedThroughout(), self._clock.waiting("state access"):
             with self._store.failures.handed_over():
-                self._executor.update_ticket(record.index).wait()
-                self._executor.reads().wait()
+                self._changes.update_ticket(record.index).wait()
+                self._changes.launched_reads().wait()
             ahead = record.edits.begin()
             try:
                 with self._store.failures.handed_over():
                     ahead.wait()
                 with self._store.failures.whole(f"the write of {slot.name}"):
                     if SegmentKind.PARAM in parts:
-                        self._executor.begin_edit(record.index)
+                        self._changes.begin_edit(record.index)
                     with self._store.failures.handed_over():
                         AllOf(
                             [self._begin_write(record, slot, segments[kind], parts[kind]) for kind in parts]

@@ -72,7 +72,7 @@ def measured(
             for micro in range(config.get("gradient_accumulation_steps", 1)):
                 engine.backward(engine(inputs(10 * step + micro)))
                 engine.step()
-            runtime.executor.wait_updates()
+            runtime.changes.wait_updates()
             for unit in runtime.executor.units:
                 runtime.executor.leases.wait_arrived(unit)
             timeline.take(step)

@@ -211,7 +211,7 @@ def test_a_loop_that_drops_its_gradients_first_swallows_no_error(tmp_path: Path)
     with offloaded("host", tmp_path) as (model, optimizer):
         (model(tokens(0)) * math.nan).backward()
         optimizer.step()
-        optimizer.runtime.executor.wait_updates()
+        optimizer.runtime.changes.wait_updates()
         with pytest.raises(NonFiniteError, match="step 1"):
             optimizer.zero_grad()
         optimizer.zero_grad()

@@ -397,7 +397,7 @@ def read_of_a_weight_before_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
     read = WeightAccess._read
 
     def impatient(weights: WeightAccess, record: Any, slot: Any, kind: Any) -> torch.Tensor:
-        with swapped(weights._executor, "update_ticket", lambda _: FINISHED):
+        with swapped(weights._changes, "update_ticket", lambda _: FINISHED):
             return read(weights, record, slot, kind)
 
     monkeypatch.setattr(WeightAccess, "_read", impatient)
@@ -407,7 +407,7 @@ def states_read_ahead_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> Non
     begin = StepCoordinator._begin_backward
 
     def impatient(coordinator: StepCoordinator) -> None:
-        with swapped(coordinator._executor, "update_ticket", lambda _: FINISHED):
+        with swapped(coordinator._changes, "update_ticket", lambda _: FINISHED):
             begin(coordinator)
 
     monkeypatch.setattr(StepCoordinator, "_begin_backward", impatient)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, kernels, lion_adagrad, sgd
-from offloadzero.streaming import activation_homes, activations, executor
+from offloadzero.streaming import activation_homes, activations, executor, unit_changes
 from offloadzero.update import delivery, edits
 from tests.simulated.memory import is_own_work
 from tests.simulated.operations import (
@@ -147,11 +147,14 @@ class _OrderedLock:
 
 
 def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
+    ordered: dict[Any, _OrderedLock] = {}  # by the lock, which two objects may share
+
     def replace(owner: Any) -> None:
-        owner._lock = _OrderedLock(order, owner._lock)
+        owner._lock = ordered.setdefault(owner._lock, _OrderedLock(order, owner._lock))
 
     for kind in (
         executor.Executor,
+        unit_changes.UnitChanges,
         activations.ActivationStore,
         delivery.UpdateTicket,
         checksums.CheckedRead,

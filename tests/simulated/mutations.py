@@ -66,7 +66,7 @@ FOR_RANKS = {"update/pipeline.py _update_on_device: after without previous"}
 NUMBERS_ALONE: dict[str, str] = {
     "step/coordinator.py _wait_begun: no job.ticket.wait_fulfilled()": "what is read too early is which updates were "
     "applied: a Python object, no memory that is followed",
-    "step/coordinator.py step: no self._executor.wait_updatable(gradient.record.index)": "without it the same wait "
+    "step/coordinator.py step: no self._changes.wait_updatable(gradient.record.index)": "without it the same wait "
     "comes inside the step, where an interrupt leaves half of one: an error, no race",
     "step/coordinator.py _wait_decided: no self._last.decided.wait()": "what is read too early is the loss scale and "
     "the number of skipped steps: Python numbers",
@@ -75,8 +75,8 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/activation_homes.py release: as if entry.users.done()": "a home in use is not given back, and more "
     "memory is taken: no race",
     "streaming/activation_homes.py release: no entry.users.wait()": "as the line before it",
-    "streaming/executor.py is_updated: as if unit.updated.done()": "what comes of it is whether a script is told that "
-    "the last updates are given up",
+    "streaming/unit_changes.py is_updated: as if unit.updated.done()": "what comes of it is whether a script is told "
+    "that the last updates are given up",
     "streaming/gathered.py enter_forward: as if self._decided.done()": "what comes too early is a forward behind a "
     "step that is refused: how far a script gets before it is told",
     "streaming/gathered.py enter_forward: no self._decided.wait()": "as the line before it",

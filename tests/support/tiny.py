@@ -109,7 +109,7 @@ def train(engine: offloadzero.Engine, *, num_steps: int, first_seed: int = 0) ->
 def all_states(engine: offloadzero.Engine) -> dict[str, torch.Tensor]:
     """A copy of every segment of every record (gradients aside), read from its home, whatever has stopped training."""
     runtime = engine.optimizer.runtime
-    runtime.executor.wait_updates()
+    runtime.changes.wait_updates()
     states: dict[str, torch.Tensor] = {}
     for record in runtime.records:
         for kind, segment in record.segments.items():
