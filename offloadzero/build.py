@@ -39,7 +39,10 @@ from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
+from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.streaming.unit_reads import UnitReads
@@ -123,6 +126,8 @@ class Parts:
     changes: UnitChanges
     reads: UnitReads
     weights: WeightAccess
+    blocks: ScriptBlocks
+    announcements: Announcements | None  # of this rank to the others
     pipeline: UpdatePipeline
     activations: ActivationStore | None
     decider: Decider
@@ -298,9 +303,10 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
     changes, reads = executor.changes, UnitReads(executor)
-    make_weights = WeightAccess if several is None else several.weights(records, executor)
-    weights = make_weights(store, changes, reads, clock=clock)
-    make_access = GradientAccess if several is None else several.gradient_access(weights)
+    weights, blocks, announcements = _build_access(records, ground, executor, reads)
+    make_access: Any = GradientAccess
+    if several is not None and announcements is not None:
+        make_access = several.gradient_access(announcements)
     window = _build_window(records, ground, loop, changes, num_threads, make_access)
     collector = _build_collector(ground, window, changes, several)
     landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
@@ -332,6 +338,8 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         changes=changes,
         reads=reads,
         weights=weights,
+        blocks=blocks,
+        announcements=announcements,
         pipeline=pipeline,
         activations=activations,
         decider=decider,
@@ -357,6 +365,16 @@ def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralR
         clock=ground.clock,
     )
     return executor
+
+
+def _build_access(
+    records: Sequence[Record], ground: Ground, executor: Executor, reads: UnitReads
+) -> tuple[WeightAccess, ScriptBlocks, Announcements | None]:
+    store, changes, clock = ground.store, executor.changes, ground.clock
+    if ground.several is not None:
+        return ground.several.access(records, store, executor, reads, clock)
+    weights = WeightAccess(store, HomeAccess(store, changes, clock=clock), changes, reads)
+    return weights, ScriptBlocks(weights, reads), None
 
 
 def _near_copies(ground: Ground) -> dict[int, torch.Tensor]:

@@ -14,7 +14,8 @@ from offloadzero.arithmetic.device_math import join_master
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
 from offloadzero.optimizer_states import step_count
-from offloadzero.streaming.weights import WeightAccess, are_codes_of, expect_codes
+from offloadzero.streaming.state_access import are_codes_of, expect_codes
+from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec
@@ -43,17 +44,17 @@ class _SlotLoad:
     def write(self, weights: WeightAccess, group: Mapping[str, Any]) -> None:
         record, slot, values = self.record, self.slot, self.values
         if not values.keys() - {"master"}:
-            weights.reset_states(record, slot, group)
+            weights.states.reset(record, slot, group)
         elif record.codes is not None and "scales" in values and are_codes_of(slot, record.codes, values):
-            weights.write_codes(record, slot, record.codes, values)
+            weights.states.write_codes(record, slot, record.codes, values)
         else:
             for kind in record.spec.states:
-                weights.write_state(record, slot, kind, values[kind])
+                weights.states.write(record, slot, kind, values[kind])
         if "master" in values:
             weights.write(record, slot, values["master"])
         elif _REMAINDER in values:
             weights.write(record, slot, join_master(weights.read(record, slot), values[_REMAINDER].cpu()))
-        weights.write_step(record, slot, self.step)
+        weights.states.write_step(record, slot, self.step)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ class _State:
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
         if self._key == "step":
-            self._weights.write_step(self._record, self._slot, step_count(self.name, value))
+            self._weights.states.write_step(self._record, self._slot, step_count(self.name, value))
         elif self._key == "master":
             self._weights.write(self._record, self._slot, value)
         elif self._key in self._record.spec.states:
-            self._weights.write_state(self._record, self._slot, SegmentKind(self._key), value)
+            self._weights.states.write(self._record, self._slot, SegmentKind(self._key), value)
         else:
             raise StateError(
                 f"{self.name}: the codes of the compact layout are not to be written: write "
@@ -68,13 +68,13 @@ def step_count(name: str, value: Any) -> int:
 
 def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
     """One parameter's states in host memory, by the names of torch's optimizer."""
-    states = {kind.value: weights.read_state(record, slot, kind) for kind in record.spec.states}
+    states = {kind.value: weights.states.read(record, slot, kind) for kind in record.spec.states}
     # Reading has waited for the update, which counts the step.
     if record.spec.counts_steps:
         states["step"] = torch.tensor(float(slot.step), device="cpu")
     if record.dtype != torch.float32:
         states["master"] = weights.read_master(record, slot)
-    states.update(weights.read_codes(record, slot))
+    states.update(weights.states.read_codes(record, slot))
     return {key: state_tensor(value, _State(weights, record, slot, key)) for key, value in states.items()}
 
 

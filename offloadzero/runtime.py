@@ -165,7 +165,7 @@ class Runtime:
         ground = Ground(self.config, self.plan, self.store, self.clock, self.several)
         parts = build_parts(cut.records, ground, loop, self.resources)
         self.executor, self.changes = parts.executor, parts.changes
-        self.weights, self.activations = parts.weights, parts.activations
+        self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self.parts = parts
         with interrupts.uninterrupted:  # hooks that are half in place could not be removed again
@@ -176,6 +176,7 @@ class Runtime:
                 reads=parts.reads,
                 gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
                 weights=parts.weights,
+                blocks=parts.blocks,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,
                 activations=parts.activations,
@@ -293,15 +294,16 @@ class Runtime:
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do work that reads all states and is done once. All ranks call this; the first one does the work."""
-        if self.several is None:
+        announcements = self.parts.announcements
+        if announcements is None:
             work()
         else:
-            self.several.read_by_first(self.weights, work)
+            announcements.read_by_first(work, self.weights.homes.read)
 
     def announce_load(self) -> None:
         """Raise StateError on all ranks unless all of them load a checkpoint now."""
-        if self.several is not None:
-            self.several.announce_load(self.weights)
+        if self.parts.announcements is not None:
+            self.parts.announcements.announce_load()
 
     def is_on_some_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
@@ -405,7 +407,7 @@ class Runtime:
         """
         if self.state in (EngineState.CLOSED, EngineState.RESTORED):
             raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
-        if self.weights.blocks:
+        if self.blocks.open:
             raise StateError("restore_model() inside of GatheredParameters: end the block before")
         if self.executor.is_in_forward:
             raise StateError("restore_model() inside of the model's forward, which goes on with its weights")

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from offloadzero.errors import ConfigError, RankError
 from offloadzero.memory.device import make_current
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
+from offloadzero.observe.clock import StepClock
 from offloadzero.planning.homes import Placement
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.comparing import digest, machine
@@ -40,12 +41,16 @@ from offloadzero.step.collect import GradientCollector
 from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.step.reduced_grad import ReducedAccess
+from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
+from offloadzero.streaming.gathered import GatheringExecutor
 from offloadzero.streaming.gathered_inputs import GatheredHomes
+from offloadzero.streaming.gathered_weights import GatheredHomeAccess, GatheredWeights, SharedBlocks
 from offloadzero.streaming.near_copies import NearCopies
+from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import is_in_parts, spilled_weight
+from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -224,20 +229,6 @@ class SeveralRanks:
         if ranks:
             raise RankError(f"{what} has failed on ranks {ranks}, and not on rank {spec.rank}")
 
-    @staticmethod
-    def read_by_first(weights: WeightAccess, work: Callable[[], None]) -> None:
-        """Do `work`, which reads states through `weights`, on the first rank; the others answer its reads."""
-        if not isinstance(weights, GatheredWeights):
-            raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
-        weights.read_by_first(work)
-
-    @staticmethod
-    def announce_load(weights: WeightAccess) -> None:
-        """Tell the others that this rank loads a checkpoint. Raises StateError on all ranks unless all do."""
-        if not isinstance(weights, GatheredWeights):
-            raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
-        weights.announce_load()
-
     # --- the parts ---
 
     def executor(
@@ -261,17 +252,36 @@ class SeveralRanks:
             return None
         return functools.partial(GatheredHomes, ranks=ranks, accelerator=store.accelerator)
 
-    def weights(self, records: Sequence[Record], executor: Executor) -> Any:
-        """The call that makes a `WeightAccess`."""
+    def access(
+        self,
+        records: Sequence[Record],
+        store: TieredStore,
+        executor: Executor,
+        reads: UnitReads,
+        clock: StepClock,
+    ) -> tuple[WeightAccess, ScriptBlocks, Announcements]:
+        """Make the access to weights and states, the blocks of scripts, and what all of these tell the others."""
         if not isinstance(executor, GatheringExecutor):
             raise AssertionError(f"{type(executor).__name__} gathers nothing")
-        return functools.partial(GatheredWeights, executor=executor, ranks=self.ranks, records=records)
+        ranks, changes, failures = self.ranks, executor.changes, store.failures
+        announcements = Announcements(ranks, records, clock=clock, failures=failures)
+        homes = GatheredHomeAccess(store, changes, clock=clock, ranks=ranks, announcements=announcements)
+        weights = GatheredWeights(store, homes, changes, reads, executor=executor)
+        blocks = SharedBlocks(
+            weights,
+            reads,
+            executor=executor,
+            ranks=ranks,
+            records=records,
+            announcements=announcements,
+            clock=clock,
+            failures=failures,
+        )
+        return weights, blocks, announcements
 
-    def gradient_access(self, weights: WeightAccess) -> Any:
-        """The call that makes a `GradientAccess`. The ranks tell each other through `weights` what they read."""
-        if not isinstance(weights, GatheredWeights):
-            raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
-        return functools.partial(ReducedAccess, ranks=self.ranks, weights=weights)
+    def gradient_access(self, announcements: Announcements) -> Any:
+        """The call that makes a `GradientAccess`."""
+        return functools.partial(ReducedAccess, ranks=self.ranks, announcements=announcements)
 
     @property
     def decider(self) -> Any:

@@ -349,7 +349,7 @@ class GatheredParameters:
                 self._restore(param)
             # A set of parameters has another order on each rank.
             for runtime in sorted(offloaded, key=lambda each: each.number):
-                block = GatheredBlock(runtime.weights, offloaded[runtime], modifier_rank=self._modifier_rank)
+                block = GatheredBlock(runtime.blocks, offloaded[runtime], modifier_rank=self._modifier_rank)
                 self._blocks.append(block)  # first: an interrupt may find it entered
                 block.enter()
         except BaseException:  # the parameters do not fit together: none may stay behind
@@ -488,7 +488,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     runtime, record, slot = _located(param)
     kind = _kind(record, optim_state_key)
-    return runtime.weights.read_state(record, slot, kind) if slot.trainable else None
+    return runtime.weights.states.read(record, slot, kind) if slot.trainable else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -499,7 +499,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     """
     runtime, record, slot = _located(param)
     _expect_shape(slot, value)
-    runtime.weights.write_state(record, slot, _kind(record, optim_state_key), value)
+    runtime.weights.states.write(record, slot, _kind(record, optim_state_key), value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:

@@ -50,14 +50,14 @@ class Fp32States(StoredStates):
 
     def read(self, weights: WeightAccess, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
         """Yield each state."""
-        return (weights.read_state(record, slot, kind) for kind in self._kinds)
+        return (weights.states.read(record, slot, kind) for kind in self._kinds)
 
     def write(
         self, weights: WeightAccess, record: Record, slot: ParamSlot, values: Mapping[str, torch.Tensor]
     ) -> None:
         """Set each state; a compact layout rounds it."""
         for kind in self._kinds:
-            weights.write_state(record, slot, kind, values[kind.value])
+            weights.states.write(record, slot, kind, values[kind.value])
 
 
 class CodedStates(StoredStates):
@@ -72,13 +72,13 @@ class CodedStates(StoredStates):
 
     def read(self, weights: WeightAccess, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
         """Yield the codes and the scales as they are."""
-        return iter(weights.read_codes(record, slot).values())
+        return iter(weights.states.read_codes(record, slot).values())
 
     def write(
         self, weights: WeightAccess, record: Record, slot: ParamSlot, values: Mapping[str, torch.Tensor]
     ) -> None:
         """Set the codes and scales; the fp32 layout gets what they stand for."""
-        weights.write_codes(record, slot, self._codes, values)
+        weights.states.write_codes(record, slot, self._codes, values)
 
 
 def form_of(record: Record) -> StoredStates:

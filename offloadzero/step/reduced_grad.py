@@ -28,7 +28,7 @@ from offloadzero.sharding.parts import gather_parts
 from offloadzero.sharding.ranks import Ranks
 from offloadzero.step.param_grad import GradientAccess, ParamGradient
 from offloadzero.step.record_gradient import RecordGradient
-from offloadzero.streaming.gathered import GatheredWeights
+from offloadzero.streaming.announcements import Announcements
 from offloadzero.torch_private import current_graph_task_id
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import kept_parts, kept_place
@@ -37,11 +37,11 @@ from offloadzero.update.kept import kept_parts, kept_place
 class ReducedAccess(GradientAccess):
     """Reads and writes gradients of which each rank has a part: [Note: param.grad over several ranks]."""
 
-    def __init__(self, *args: Any, ranks: Ranks, weights: GatheredWeights, **more: Any) -> None:
-        """Make the access. The ranks tell each other through `weights` what they read."""
+    def __init__(self, *args: Any, ranks: Ranks, announcements: Announcements, **more: Any) -> None:
+        """Make the access. The ranks tell each other by `announcements` what they read."""
         super().__init__(*args, **more)
         self._ranks = ranks
-        self._weights = weights
+        self._announcements = announcements
         # The squared norms of what the homes hold on all ranks together, by record and slot; and the gradients then.
         self._sq_norms: dict[int, Sequence[float]] = {}
         self._measured: list[tuple[RecordGradient, Ticket]] = []
@@ -74,7 +74,7 @@ class ReducedAccess(GradientAccess):
             return super()._read_home(state, slot, home)
         # The others wait for this rank until the block ends.
         with self._store.failures.whole(f"the read of {slot.name}.grad over the ranks"):
-            self._weights.announce_gradient(record, slot)
+            self._announcements.announce_gradient(record, slot)
             flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
             parts = kept_parts(record, slot, SegmentKind.GRAD, flat)
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
@@ -104,7 +104,7 @@ class ReducedAccess(GradientAccess):
         with self._store.failures.whole("the norms of gradients over the ranks"):
             for gradient in present:
                 self._wait_landed(gradient)
-            self._weights.announce_gradient_norms(len(present))
+            self._announcements.announce_gradient_norms(len(present))
             norms = [norm for gradient in present for norm in gradient.sq_norms]
             own = torch.tensor(norms, dtype=torch.float64, device="cpu")
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():

@@ -23,8 +23,8 @@ import torch
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.streaming.block_acts import BlockAct, Place
+from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.slot_weight import expect_alike
-from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -36,13 +36,13 @@ class GatheredBlock:
 
     def __init__(
         self,
-        weights: WeightAccess,
+        blocks: ScriptBlocks,
         params: Iterable[tuple[Record, ParamSlot]],
         *,
         modifier_rank: int | None,
     ) -> None:
         """Prepare the block. `modifier_rank`: the rank, of those that share the data, whose writes stay; None: none."""
-        self._weights = weights
+        self._blocks = blocks
         # A set of parameters has another order on each rank.
         self.places = sorted(
             (Place(*found) for found in params), key=lambda found: (found.record.index, found.slot.index)
@@ -59,13 +59,13 @@ class GatheredBlock:
             StateError: over several ranks, these have not entered the same block, or one has no memory for it.
             RuntimeError: the device has no memory for all of them at once (torch.OutOfMemoryError).
         """
-        weights = self._weights
-        weights.meet(BlockAct.ENTERS, self)
+        blocks = self._blocks
+        blocks.meet(BlockAct.ENTERS, self)
         # Behind it all ranks have the same one: an error comes on all.
-        self._is_modifier = self.modifier_rank is not None and weights.is_modifier(self.modifier_rank)
-        fresh = [place for place in self.places if weights.gathered_value(*place) is None]
+        self._is_modifier = self.modifier_rank is not None and blocks.is_modifier(self.modifier_rank)
+        fresh = [place for place in self.places if blocks.value(*place) is None]
         memory, failure = self._take_memory(fresh)
-        (without,) = weights.ranks_where([failure is not None])
+        (without,) = blocks.ranks_where([failure is not None])
         if failure is not None:
             raise failure
         if without:
@@ -74,10 +74,10 @@ class GatheredBlock:
         try:
             for place, values in zip(fresh, memory, strict=True):
                 with UninterruptedThroughout():
-                    weights.gather(*place, values)
-                    weights.note_shown(*place)
+                    blocks.gather(*place, values)
+                    blocks.note_shown(*place)
                     self._own.append(place)
-            weights.blocks.append(self)
+            blocks.open.append(self)
         except BaseException:  # none may stay behind
             with UninterruptedThroughout():
                 self.give_up()
@@ -85,7 +85,7 @@ class GatheredBlock:
 
     def _take_memory(self, places: Sequence[Place]) -> tuple[list[torch.Tensor], RuntimeError | None]:
         """Take the memory of all parameters, while nothing is lost where there is too little; or return the error."""
-        device = self._weights.device
+        device = self._blocks.weights.device
         try:
             return [
                 torch.empty(slot.shape, dtype=record.dtype, device=device) for record, slot in places
@@ -104,7 +104,7 @@ class GatheredBlock:
         """
         stale = self._stale()
         left = self.give_up()
-        self._weights.meet(BlockAct.LEAVES, self)
+        self._blocks.meet(BlockAct.LEAVES, self)
         _expect_none_stale(stale)
         if self.modifier_rank is None:
             return self._changed(left)
@@ -113,10 +113,10 @@ class GatheredBlock:
 
     def give_up(self) -> Left:
         """Put the parameters away, as far as they are gathered; return the values that they have. Sends nothing."""
-        weights = self._weights
-        if self in weights.blocks:
-            weights.blocks.remove(self)
-        left = [(place, weights.scatter(*place)) for place in self._own]
+        blocks = self._blocks
+        if self in blocks.open:
+            blocks.open.remove(self)
+        left = [(place, blocks.scatter(*place)) for place in self._own]
         self._own = []
         return left
 
@@ -126,19 +126,19 @@ class GatheredBlock:
         Raises ConfigError, StateError as `leave` does.
         """
         if self.modifier_rank is not None:
-            self._weights.meet(BlockAct.COMPUTES, self)
+            self._blocks.meet(BlockAct.COMPUTES, self)
             _expect_none_stale(self._stale())
             self._settle(self.modifier_rank, self._still_gathered(indices))
 
     def _stale(self) -> list[str]:
         """The names of gathered parameters whose homes have newer values than the script."""
-        weights = self._weights
-        gathered = (place for place in self.places if weights.gathered_value(*place) is not None)
-        return [place.slot.name for place in gathered if weights.is_stale(*place)]
+        blocks = self._blocks
+        gathered = (place for place in self.places if blocks.value(*place) is not None)
+        return [place.slot.name for place in gathered if blocks.is_stale(*place)]
 
     def _still_gathered(self, indices: Collection[int] | None = None) -> Left:
         values = (
-            (place, self._weights.gathered_value(*place))
+            (place, self._blocks.value(*place))
             for place in self.places
             if indices is None or place.record.index in indices
         )
@@ -146,31 +146,31 @@ class GatheredBlock:
 
     def _settle(self, modifier_rank: int, left: Left) -> None:
         """Commit the values of the rank that may write, and show them where other ranks still look."""
-        weights = self._weights
+        blocks = self._blocks
         misfits = [self._misfit(*found) for found in left]
         of_modifier = [self._is_modifier and misfit is not None for misfit in misfits]
-        for (place, _), misfit, ranks in zip(left, misfits, weights.ranks_where(of_modifier), strict=True):
+        for (place, _), misfit, ranks in zip(left, misfits, blocks.ranks_where(of_modifier), strict=True):
             if ranks and misfit is not None:
                 raise misfit
             if ranks:
                 allowed = f"{place.record.dtype} {tuple(place.slot.shape)}"
                 raise ConfigError(f"{place.slot.name}.data", f"that of rank {modifier_rank}", allowed)
         for ((record, slot), value), misfit in zip(left, misfits, strict=True):
-            new = weights.value_by(modifier_rank, record, slot, value)
-            if weights.differs(record, slot, new):  # else a backward may need the unit as it is
-                weights.replace(record, slot, new)
-            weights.note_shown(record, slot)
+            new = blocks.value_by(modifier_rank, record, slot, value)
+            if blocks.differs(record, slot, new):  # else a backward may need the unit as it is
+                blocks.weights.replace(record, slot, new)
+            blocks.note_shown(record, slot)
             if not self._is_modifier and misfit is None:
                 value.detach().copy_(new)
 
     def _changed(self, left: Left) -> list[str]:
         """The names of the parameters that differ from their homes."""
-        weights = self._weights
+        blocks = self._blocks
         # All are compared: where the homes are divided, each takes the other ranks.
-        differing = [weights.differs(*place, value) for place, value in left]
+        differing = [blocks.differs(*place, value) for place, value in left]
         return [
-            place.slot.name + weights.on_ranks(ranks)
-            for (place, _), ranks in zip(left, weights.ranks_where(differing), strict=True)
+            place.slot.name + blocks.on_ranks(ranks)
+            for (place, _), ranks in zip(left, blocks.ranks_where(differing), strict=True)
             if ranks
         ]
 

@@ -66,6 +66,7 @@ from offloadzero.streaming.forwards import (
 )
 from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
 from offloadzero.streaming.saved_weights import SavedWeights
+from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
@@ -298,6 +299,7 @@ class ModelHooks:
         reads: UnitReads,
         gradient_hook: Callable[[Record, ParamSlot], Callable[[torch.Tensor], None]],
         weights: WeightAccess,
+        blocks: ScriptBlocks,
         timeline: Timeline,
         checkpointed: Mapping[str, nn.Module],
         activations: ActivationStore | None,
@@ -317,6 +319,7 @@ class ModelHooks:
         self.timeline = timeline
         self._gradient_hook = gradient_hook
         self._weights = weights
+        self._blocks = blocks
         self._loaded: set[str] = set()
         self._records = cut.records
         self.record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
@@ -411,7 +414,7 @@ class ModelHooks:
     def commit_gathered(self, records: Sequence[int]) -> None:
         """Write home the changes of a script to gathered parameters, before a forward computes with them."""
         if self._reads.gathered:
-            self._weights.commit_gathered(records)
+            self._blocks.commit(records)
 
     def commit_written(self, records: Sequence[int]) -> None:
         """Write home the changes of operations to parameters in their own forward."""
@@ -461,7 +464,7 @@ class ModelHooks:
             if slot is None or state_dict.get(prefix + name, param) is param:
                 continue  # keep_vars=True asks for the parameters themselves
             record = self._records[self.record_of[id(param)]]
-            if self._weights.gathered_value(record, slot) is not None:
+            if self._blocks.value(record, slot) is not None:
                 continue  # an ordinary parameter, of which a script may ask one rank alone
             if slot.trainable:
                 self.executor.changes.expect_step_taken(record.index)
@@ -500,7 +503,7 @@ class ModelHooks:
             if value is None or slot is None or value.shape != slot.shape:
                 continue  # torch reports values that do not fit
             record = self._records[self.record_of[id(param)]]
-            if self._weights.gathered_value(record, slot) is not None:
+            if self._blocks.value(record, slot) is not None:
                 continue  # torch writes its memory, and the end of the block commits that
             self._weights.write(record, slot, value)
             weight_of(param).count_write()

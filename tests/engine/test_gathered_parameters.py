@@ -354,7 +354,7 @@ def test_an_interrupt_at_either_end_leaves_nothing_gathered(
         monkeypatch.undo()
         assert is_offloaded(params[0]), name
         assert spilled_weight(params[1]), name
-        assert not engine._runtime.weights.blocks
+        assert not engine._runtime.blocks.open
     train(engine, num_steps=1)
     engine.close()
 

@@ -554,7 +554,7 @@ def test_what_is_set_is_what_the_kernel_encodes(tmp_path: Path) -> None:
         zero.safe_set_full_optimizer_state(extra, v, "exp_avg_sq")
         zero.safe_set_full_fp32_param(extra, master)
         runtime = engine.optimizer.runtime
-        codes = runtime.weights.read_codes(*runtime.slots[id(extra)])
+        codes = runtime.weights.states.read_codes(*runtime.slots[id(extra)])
         for key, expected in zip(CODES, tensors[2:], strict=True):
             assert torch.equal(codes[key].flatten(), expected), key
         assert torch.equal(engine.module.state_dict()["extra"], tensors[0])

@@ -30,8 +30,8 @@ from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.staging import ChunkStager, StagedChunk
 from tests.races.test_races import SCENARIOS, make_reference, scenario_config
@@ -394,13 +394,13 @@ def decision_before_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_of_a_weight_before_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = WeightAccess._read
+    read = HomeAccess.read
 
-    def impatient(weights: WeightAccess, record: Any, slot: Any, kind: Any) -> torch.Tensor:
-        with swapped(weights._changes, "update_ticket", lambda _: FINISHED):
-            return read(weights, record, slot, kind)
+    def impatient(homes: HomeAccess, record: Any, slot: Any, kind: Any) -> torch.Tensor:
+        with swapped(homes._changes, "update_ticket", lambda _: FINISHED):
+            return read(homes, record, slot, kind)
 
-    monkeypatch.setattr(WeightAccess, "_read", impatient)
+    monkeypatch.setattr(HomeAccess, "read", impatient)
 
 
 def states_read_ahead_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,8 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/gathered.py enter_forward: as if self._decided.done()": "what comes too early is a forward behind a "
     "step that is refused: how far a script gets before it is told",
     "streaming/gathered.py enter_forward: no self._decided.wait()": "as the line before it",
-    "streaming/weights.py _write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) for "
-    "kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
+    "streaming/home_access.py write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) "
+    "for kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.memory.store import Segment
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import kept_place
 from offloadzero.update.records import Record
@@ -104,7 +104,7 @@ class Outcome:
 
 def snapshot(engine: offloadzero.Engine, losses: Sequence[float]) -> Outcome:
     """The present state of a run, copied."""
-    with _segments_read_once(engine.optimizer.runtime.weights):
+    with _segments_read_once(engine.optimizer.runtime.weights.homes):
         named, numbered = engine.module.state_dict(), engine.optimizer.state_dict()["state"]
     # Plain tensors: each operation on those that write through takes several times as long.
     with torch._C.DisableTorchFunctionSubclass():
@@ -118,9 +118,9 @@ def snapshot(engine: offloadzero.Engine, losses: Sequence[float]) -> Outcome:
 
 
 @contextmanager
-def _segments_read_once(weights: WeightAccess) -> Iterator[None]:
+def _segments_read_once(homes: HomeAccess) -> Iterator[None]:
     """In one process a segment is read once and not for each of its parameters: that takes as long as two steps."""
-    if type(weights) is not WeightAccess:
+    if type(homes) is not HomeAccess:
         yield
         return
     copies: dict[int, Tensor] = {}
@@ -128,15 +128,15 @@ def _segments_read_once(weights: WeightAccess) -> Iterator[None]:
     def read(record: Record, slot: ParamSlot, segment: Segment, target: Tensor) -> None:
         if id(segment) not in copies:
             copies[id(segment)] = torch.empty(segment.num_elements, dtype=segment.dtype)
-            weights._store.read(segment, copies[id(segment)]).wait()
+            homes._store.read(segment, copies[id(segment)]).wait()
         place = kept_place(record, slot, segment.kind)
         target.copy_(copies[id(segment)][place.start : place.start + place.num_elements])
 
-    weights._read_home = read  # type: ignore[method-assign]
+    homes._read_home = read  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del weights._read_home
+        del homes._read_home
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
