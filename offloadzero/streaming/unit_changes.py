@@ -17,6 +17,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import HOME, RELEASED, LeasedUnit
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
+from offloadzero.torch_private import current_autograd_node
 
 
 class UnitChanges:
@@ -98,8 +99,8 @@ class UnitChanges:
         self._updated_early.clear()
 
     def expect_steps_taken(self, indices: Iterable[int]) -> None:
-        """Raise if backward has updated one of the units and step() has not been called."""
-        if self._updated_early:
+        """Do `expect_step_taken` for units whose forward begins, unless a backward runs it again."""
+        if self._updated_early and current_autograd_node() is None:
             for index in indices:
                 self.expect_step_taken(index)
 
