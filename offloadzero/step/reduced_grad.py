@@ -3,7 +3,7 @@
 [Note: param.grad over several ranks]
 When backward has ended a gradient is the mean over the ranks, and each rank keeps its part. A read gathers the parts,
 so all ranks read the same gradients in the same order, as they read the same weights ([Note: ranks say what they read]
-in streaming/gathered.py). The norms of all gradients are gathered at once when the first one is asked for: so
+in streaming/announcements.py). The norms of all gradients are gathered at once when the first one is asked for: so
 `clip_grad_norm_` is one collective. An edit sends nothing. Each rank keeps its part of the value, or the factor, and
 notes what it did: a rank that has edited otherwise is found at the next fetch or step.
 

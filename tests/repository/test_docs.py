@@ -234,6 +234,25 @@ def test_architecture_cites_notes_that_are_there() -> None:
     assert [note for note in notes if note != "title" and note not in written] == []
 
 
+def test_code_cites_notes_where_they_are_written() -> None:
+    """Each that is cited is there, and in the file that is named beside it."""
+    files = [file for name in ("offloadzero", "tests", "csrc") for file in (ROOT / name).rglob("*.*")]
+    texts = {str(file): file.read_text() for file in files if file.suffix in (".py", ".h", ".cpp")}
+    written: dict[str, list[str]] = {}
+    for path, text in texts.items():
+        for note in re.findall(r"^ *(?:// )?\[Note: ([^\]]+)\]$", text, re.MULTILINE):
+            written.setdefault(note, []).append(path)
+    cited, wrong = 0, []
+    for path, text in texts.items():
+        flat = " ".join(re.sub(r"\n *(?:#|//)", " ", text).split())
+        for note, file in re.findall(r"\[Note: ([^\]\\]+)\](?:\)? in ([\w/]+\.\w+))?", flat):
+            cited += bool(file)
+            if not any(place.endswith(f"/{file}" if file else "") for place in written.get(note, ())):
+                wrong.append(f"{path}: {note} in {file}")
+    assert wrong == []
+    assert cited > 10
+
+
 def test_architecture_has_the_house_of_the_import_test() -> None:
     rows = [cells for cells in table_cells(ARCHITECTURE) if cells[0].isdigit()]
     house = {name: int(floor) for floor, rooms in rows for name in IN_CODE.findall(rooms)}
