@@ -157,6 +157,7 @@ def play(case: Case, directory: str, interrupt: Interrupt) -> tuple[str, dict[st
         where = "training"
         interrupt.arm()
         train(run)
+        interrupt.disarm()
     except (KeyboardInterrupt, TimedOutError) as error:
         interrupt.disarm()
         interrupt.note(error)
@@ -170,7 +171,9 @@ def play(case: Case, directory: str, interrupt: Interrupt) -> tuple[str, dict[st
             interrupt.refusal = f"{type(refusal).__name__}: {refusal}"
             interrupt.saved = save(run, directory)
             return end_refused(run, where), None
-    result = run.result()
+    result = run.result()  # with as many places as training, which would take half of the interrupts
+    if not interrupt.came:
+        interrupt.go_on()
     run.optimizer.close()
     interrupt.disarm()
     return ("went on" if interrupt.came else "never came"), result
@@ -218,6 +221,9 @@ class Interrupt:
 
     def disarm(self) -> None: ...
 
+    def go_on(self) -> None:
+        """Be armed again after `disarm`."""
+
     def note(self, error: BaseException) -> None:
         self.came = True
         self.stack = [
@@ -250,6 +256,9 @@ class Injected(Interrupt):
 
     def disarm(self) -> None:
         sys.setprofile(None)
+
+    def go_on(self) -> None:
+        self.arm()
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if not frame.f_code.co_filename.startswith(PACKAGE):
@@ -437,7 +446,9 @@ def verdict(report: dict[str, Any]) -> str:
             return "never came"
         return "failed" if "outcome" in report else "ended"
     outcome = report["outcome"]
-    if is_swallowed(report["output"].split(PLAYED)[0]):
+    # One that was sent and that the script has not caught is lost, whether Python says so or not.
+    is_lost = outcome == "never came" and bool(report["place"])
+    if is_lost or is_swallowed(report["output"].split(PLAYED)[0]):
         return "swallowed"
     if report["different"]:
         return "different numbers in silence"
@@ -454,7 +465,7 @@ def is_swallowed(output: str) -> bool:
     Python's own callback does not count, which removes the lock of an imported module: it drops Ctrl-C in any script.
     """
     frames = [
-        text.partition('File "')[2].partition("\n")[0] for text in output.split("Exception ignored in")[1:]
+        text.partition('File "')[2].partition("\n")[0] for text in output.split("Exception ignored")[1:]
     ]
     return any(
         not (frame.startswith("<frozen importlib._bootstrap>") and frame.endswith(", in cb"))

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import os
 import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from importlib import _bootstrap  # type: ignore[attr-defined]
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +30,7 @@ from offloadzero.lifetime import EngineState, Resources
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import AllOf, Failures, Latch, Promise, unfinished
-from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, is_swallowed, summary
+from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
 from tests.engine.leftovers import assert_as_before, collect, forms, fresh_model, threads_of_ours
 from tests.support.faults import observes
 from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
@@ -509,37 +506,6 @@ def test_an_error_where_a_part_is_added_leaves_nothing(
 
 
 # --- whole runs ---
-
-
-def printed_of_dropped(callback: str, drop: Callable[[], object]) -> str:
-    """What Python prints of an interrupt in the function `callback`, which `drop` lets it call from C++."""
-
-    def strike(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == callback:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    with contextlib.redirect_stderr(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
-        sys.setprofile(strike)
-        drop()
-    return output.getvalue()
-
-
-def test_what_python_drops_itself_is_told_from_what_the_package_lets_it_drop() -> None:
-    def of_the_package(_: object) -> None: ...
-
-    def drop_referent() -> None:
-        reference = weakref.ref(Latch(), of_the_package)
-        assert reference() is None
-
-    pythons = printed_of_dropped("cb", lambda: _bootstrap._get_module_lock("offloadzero.none"))
-    ours = printed_of_dropped("of_the_package", drop_referent)
-    assert "Exception ignored in" in pythons
-    assert not is_swallowed(pythons)
-    assert is_swallowed(ours)
-    assert is_swallowed(pythons + ours)
-
 
 NUM_INJECTED = int(os.environ.get("OFFLOADZERO_TEST_INJECTED", "6"))
 NUM_REAL = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPTS", "3"))
