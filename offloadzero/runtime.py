@@ -357,8 +357,11 @@ class Runtime:
 
         In a forked child it does nothing: threads and files are the parent's. It may be interrupted and called again.
         """
-        if not self.resources.is_open:
-            return
+        if self.resources.is_open:
+            self._close()
+        self.failures.raise_unseen()
+
+    def _close(self) -> None:
         lost = self._lost_to_another()
         try:
             if self.failures.first is None and lost is None:
@@ -375,13 +378,12 @@ class Runtime:
             tells_first = script_error is not None and self.several is not None
             try:
                 # The other ranks may wait for this one, and the end of its groups for them.
-                unseen = self._record_end(script_error) if tells_first else None
+                if tells_first:
+                    self._record_end(script_error)
                 self._release(has_failed=script_error is not None or lost is not None)
             finally:
                 if not tells_first:
-                    unseen = self._record_end(script_error)
-        if unseen is not None:
-            raise unseen
+                    self._record_end(script_error)
 
     def _lost_to_another(self) -> RankError | None:
         """The error of a rank that has failed, where work of the device may wait for that rank for ever."""
@@ -390,13 +392,11 @@ class Runtime:
         text = self.several.ranks.board.text()
         return None if text is None else RankError(f"the last updates are given up: {text}")
 
-    def _record_end(self, script_error: BaseException | None) -> BaseException | None:
-        """Record that the engine is closed, and why for the other ranks; return a failure that no call has raised."""
-        unseen = self.failures.unseen()
+    def _record_end(self, script_error: BaseException | None) -> None:
+        """Record that the engine is closed, and why for the other ranks."""
         closed = StateError("the engine of this model is closed")
         cause = script_error or StateError("it has closed its engine")
         self.failures.end(closed, cause=cause, has_failed=script_error is not None)
-        return unseen
 
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
@@ -492,7 +492,9 @@ def _script_error() -> BaseException | None:
 def _close_at_exit() -> None:
     """Close all engines. A failure that no call has raised must not end in exit status 0."""
     # In the order of their making: a set has another one on each rank, and the end of a group may wait for others.
-    for runtime in sorted(_live, key=lambda each: each.number):
+    # A close() that was interrupted may have left a failure untold.
+    untold = {runtime for runtime in _closed if runtime.failures.unseen() is not None}
+    for runtime in sorted({*_live, *untold}, key=lambda each: each.number):
         try:
             runtime.close()
         except BaseException:

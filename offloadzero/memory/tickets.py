@@ -278,9 +278,16 @@ class Failures:
             self._tell(cause, has_failed)
 
     def spoil(self, error: BaseException) -> None:
-        """Record an error that the caller sees anyway."""
-        self.was_raised = True
+        """Record an error that the caller sees anyway. A failure that came before it is still to be told."""
+        self._set_first(error, cause=error, has_failed=True, was_raised=True)
+        if self.first is error:  # of a thread that had recorded it
+            self.was_raised = True
+
+    def tell_first(self, error: BaseException) -> BaseException:
+        """Record `error`, and return the first failure, which reaches the caller now."""
         self.record(error)
+        self.was_raised = True
+        return error if self.first is None else self.first
 
     def stop_training(self, error: OffloadError) -> None:
         """Let every use that trains raise `error` until it is resolved."""
@@ -342,6 +349,13 @@ class Failures:
             return self.first
         return self.stop if not self.stop_was_raised else None
 
+    def raise_unseen(self) -> None:
+        """Raise the failure that the caller has not been told, if there is one."""
+        unseen = self.unseen()
+        if unseen is not None:
+            self.was_raised = self.stop_was_raised = True
+            raise unseen
+
     def _check_given_up(self) -> None:
         if self.given_up:
             raise StateError("the engine was given up before this came") from self.first
@@ -350,7 +364,7 @@ class Failures:
         """Adapt to a forked child: the threads and the host memory are the parent's."""
         self._lock = threading.Lock()  # a thread that the child lacks may have held it
         self.is_foreign = True
-        self.was_raised = True
+        self.was_raised = self.stop_was_raised = True
         self.threads = []
         self.first = StateError(
             f"the engine of this model belongs to process {os.getppid()}, from which this one was forked: its threads "
@@ -388,9 +402,9 @@ class _HandedOver:
         _here.look_up = _here.outside
         failures = self._failures
         if error is not None and not is_interrupt(error) and error is not failures.stop:
-            failures.spoil(error)
-            if failures.first is not None and failures.first is not error:
-                raise failures.first from None
+            first = failures.tell_first(error)
+            if first is not error:
+                raise first from None
 
 
 class _Whole:

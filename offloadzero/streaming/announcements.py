@@ -58,9 +58,11 @@ class Announcements:
             self._say(record.index, slot.index, record.spec.kinds.index(kind))
 
     def announce_block(self, act: BlockAct, num_params: int, modifier: int, *, label: str) -> None:
-        """Tell the others an act on gathered parameters. Raises StateError unless all do the same."""
-        with self._clock.waiting("state access"), self._failures.handed_over():
-            self._say(act, num_params, modifier, label=label)
+        """Tell the others an act on gathered parameters. Raises StateError unless all do the same.
+
+        The caller waits for a state.
+        """
+        self._say(act, num_params, modifier, label=label)
 
     def announce_gradient(self, record: Record, slot: ParamSlot) -> None:
         """Tell the others that a gradient is read next. Raises StateError on all ranks unless all of them read it."""

@@ -152,9 +152,9 @@ class SharedBlocks(ScriptBlocks):
         num, modifier = len(block.places), act.number_of(block.modifier_rank)
         first = block.places[0].slot.name
         label = f"GatheredParameters of {first}{f' and {num - 1} others' if num > 1 else ''}"
-        self._announcements.announce_block(act, num, modifier, label=label)
-        if act is BlockAct.ENTERS:
-            with self._clock.waiting("state access"), self._failures.handed_over():
+        with self._clock.waiting("state access"), self._failures.handed_over():
+            self._announcements.announce_block(act, num, modifier, label=label)
+            if act is BlockAct.ENTERS:
                 self._expect_same_places(block, label)
 
     def _expect_same_places(self, block: Block, label: str) -> None:

@@ -428,6 +428,37 @@ def test_a_close_that_is_interrupted_is_done_by_the_next(tmp_path: Path, clippin
     assert len(engines) > 5
 
 
+@pytest.mark.parametrize("kind", ["record", "stop_training"])
+def test_a_failure_that_an_interrupted_close_has_not_told_is_told_by_the_next(
+    tmp_path: Path, kind: str
+) -> None:
+    """Once, by whichever of the two comes to its end first."""
+    engines: list[offloadzero.Engine] = []
+    told: list[str] = []
+
+    def use() -> None:
+        try:
+            engines[-1].close()
+        except StateError as error:
+            told.append(str(error))
+
+    def open_one() -> None:
+        engines.append(make_engine(settings(tmp_path)))
+        getattr(engines[-1].optimizer.runtime.failures, kind)(StateError("a thread's failure"))
+        told.clear()
+
+    open_one()
+    num_by_the_next = 0
+    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "9"))):
+        num_by_the_next += not told
+        use()
+        use()
+        assert told == ["a thread's failure"], interrupt.place
+        open_one()
+    use()
+    assert num_by_the_next > 3
+
+
 EVERY_NTH_START = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_START", "500"))
 
 
