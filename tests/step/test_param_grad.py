@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offloadzero
 from tests.support.cases import IN_FULL
 from tests.support.plain_form import (
     ALL_PLACEMENTS,
@@ -22,7 +23,9 @@ from tests.support.plain_form import (
     grads,
     make_model,
     make_optimizer,
+    named_grads,
     offloaded,
+    plain_config,
 )
 from tests.support.schedules import Slowness
 from tests.support.tiny import tokens
@@ -374,3 +377,26 @@ def test_random_delays_change_nothing(name: str, tmp_path: Path, faults: ExitSta
             assert SCRIPTS[name](model, optimizer) == expected[0]
             for key, value in final_weights(model).items():
                 assert torch.equal(value, expected[1][key]), (placement, key)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+def test_gradients_from_before_offload_are_added_to_in_the_dtype_that_the_model_gets(
+    placement: str, precision: dict[str, Any], tmp_path: Path
+) -> None:
+    model, plain = make_model(), make_model()
+    for each in (model, plain):
+        each(tokens(0)).backward()
+    _, optimizer = offloadzero.offload(
+        model, make_optimizer(model), plain_config(placement, tmp_path, **precision)
+    )
+    if precision:
+        plain.bfloat16()  # its gradients, too
+        plain.load_state_dict(model.state_dict())  # rounded where two values are equally near
+    for each in (model, plain):
+        each(tokens(1)).backward()
+    for (name, grad), (_, expected) in zip(
+        named_grads(model).items(), named_grads(plain).items(), strict=True
+    ):
+        assert torch.equal(grad.clone(), expected), name
+    optimizer.close()
