@@ -51,7 +51,7 @@ class _SlotLoad:
             for kind in record.spec.states:
                 weights.states.write(record, slot, kind, values[kind])
         if "master" in values:
-            weights.write(record, slot, values["master"])
+            weights.load_master(record, slot, values["master"])
         elif _REMAINDER in values:
             weights.write(record, slot, join_master(weights.read(record, slot), values[_REMAINDER].cpu()))
         weights.states.write_step(record, slot, self.step)

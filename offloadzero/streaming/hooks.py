@@ -505,7 +505,7 @@ class ModelHooks:
             record = self._records[self.record_of[id(param)]]
             if self._blocks.value(record, slot) is not None:
                 continue  # torch writes its memory, and the end of the block commits that
-            self._weights.write(record, slot, value)
+            self._weights.load(record, slot, value)
             weight_of(param).count_write()
             del state_dict[prefix + name]
             self._loaded.add(prefix + name)

@@ -29,6 +29,8 @@ class WeightAccess:
         self._store = store
         self._changes = changes
         self._reads = reads
+        # By the id of a slot: how many updates and writes it had when its master was loaded.
+        self._masters_loaded: dict[int, tuple[int, int]] = {}
 
     def read(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Read the parameter in its own dtype: a new host tensor in its shape."""
@@ -65,6 +67,26 @@ class WeightAccess:
         with UninterruptedThroughout():
             slot.num_writes += 1
             self.homes.write(record, slot, parts)
+
+    def load_master(self, record: Record, slot: ParamSlot, master: torch.Tensor) -> None:
+        """Set the parameter to the fp32 master that an optimizer's state dict has of it."""
+        self.write(record, slot, master)
+        self._masters_loaded[id(slot)] = self._version(record, slot)
+
+    def load(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
+        """Set the parameter to the value that a model's state dict has of it.
+
+        A script may load the optimizer before the model. So a master that the optimizer's has given, and that no step
+        and no write has changed since, stays where the value is what it is rounded to.
+        """
+        is_rounded = value.dtype == record.dtype and value.numel() == slot.num_elements
+        if is_rounded and self._masters_loaded.get(id(slot)) == self._version(record, slot):
+            self.replace(record, slot, value)
+        else:
+            self.write(record, slot, value)
+
+    def _version(self, record: Record, slot: ParamSlot) -> tuple[int, int]:
+        return self.num_updates(record), slot.num_writes
 
     # --- operations of scripts on parameters ---
 

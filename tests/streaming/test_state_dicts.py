@@ -91,6 +91,43 @@ def test_training_goes_on_from_state_dicts_under_another_placement(
     engine.close()
 
 
+@pytest.mark.parametrize("place", ["resident", "nvme"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
+def test_the_optimizers_state_may_be_loaded_before_the_models(
+    dtype: str | None, place: str, tmp_path: Path
+) -> None:
+    config = make_config(place, tmp_path, dtype=dtype)
+    engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+    take_inputs(features, num_steps=2)(engine)
+    optimizer_state, model_state = engine.optimizer.state_dict(), engine.module.state_dict()
+    engine.close()
+    outcomes = []
+    for is_model_first in (True, False):
+        torch.manual_seed(99)
+        engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+        if is_model_first:
+            engine.module.load_state_dict(model_state)
+        engine.optimizer.load_state_dict(optimizer_state)
+        if not is_model_first:
+            engine.module.load_state_dict(model_state)
+        outcomes.append(snapshot(engine, []))
+        engine.close()
+    assert_same(*outcomes)
+
+
+def test_a_models_state_that_is_loaded_after_a_step_is_all_that_its_masters_have(tmp_path: Path) -> None:
+    engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, dtype="bf16"))
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    take_inputs(features, num_steps=1)(engine)
+    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.module.load_state_dict(state)
+    for name, param in engine.module.named_parameters():
+        master = offloadzero.zero.safe_get_full_fp32_param(param)
+        assert master is not None
+        assert torch.equal(master, state[name].float()), name
+    engine.close()
+
+
 def test_optimizer_state_dict_is_torchs(tmp_path: Path) -> None:
     """It loads into torch.optim.AdamW, and AdamW's loads here."""
     loop = take_inputs(features)
