@@ -482,7 +482,7 @@ class Engine:
         Raises:
             CheckpointError: the checkpoint is missing, not whole, or does not fit the model. Nothing has changed then.
             ConfigError: `load_dir` cannot be the name of a directory, or `tag` is neither a text nor a number.
-            StateError: the engine is closed.
+            StateError: the engine is closed, or a load before did not come to its end.
         """
         is_training = self.optimizer is not None and not load_module_only
         found = self._checkpoints.find(

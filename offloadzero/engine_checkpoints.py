@@ -189,6 +189,7 @@ class EngineCheckpoints:
             RankError: another rank has failed in this.
         """
         self._expect_open("load_checkpoint")
+        self._runtime.failures.check_readable()  # after it no load lets training go on
         whole, part = directory_of("load_dir", load_dir), self._runtime.part
         directory = directory_of_part(whole, part)
         unchanged = "load_checkpoint(), before anything has changed,"

@@ -438,6 +438,7 @@ def test_a_load_that_fails_half_way_is_the_end_of_the_engine(tmp_path: Path) -> 
         engine.load_checkpoint(tmp_path / "saved")
     before = sorted((tmp_path / "saved").rglob("*"))
     for use in (
+        lambda: engine.load_checkpoint(tmp_path / "saved"),
         lambda: engine.save_checkpoint(tmp_path / "saved"),
         lambda: engine.save_16bit_model(tmp_path / "saved"),
         lambda: train(engine, 1),
