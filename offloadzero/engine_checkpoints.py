@@ -68,6 +68,11 @@ class EngineCheckpoints:
             raise StateError(
                 f"engine.{call}(): the engine of this model is closed, and its weights went with it"
             )
+        if self._runtime.state is EngineState.RESTORED:
+            raise StateError(
+                f"engine.{call}(): restore_model() has given the model back with its weights and closed this engine, "
+                "and the optimizer's states went with it: save the model as any other, or make an engine anew"
+            )
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:

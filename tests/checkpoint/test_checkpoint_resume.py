@@ -468,6 +468,17 @@ def test_a_closed_engine_neither_loads_nor_saves(placement: str, tmp_path: Path)
     assert sorted((tmp_path / "saved").rglob("*")) == before
 
 
+def test_an_engine_that_has_given_its_model_back_neither_loads_nor_saves(tmp_path: Path) -> None:
+    engine = small_engine(tmp_path)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.restore_model()
+    before = sorted((tmp_path / "saved").rglob("*"))
+    for call in (engine.load_checkpoint, engine.save_checkpoint, engine.save_16bit_model):
+        with pytest.raises(StateError, match=rf"^engine\.{call.__name__}\(\): restore_model\(\) has given"):
+            call(tmp_path / "saved")
+    assert sorted((tmp_path / "saved").rglob("*")) == before
+
+
 def test_a_file_that_changes_between_check_and_load(tmp_path: Path) -> None:
     engine = small_engine(tmp_path)
     engine.save_checkpoint(tmp_path / "saved")
