@@ -410,11 +410,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         yield number, record, slot
                 number += 1
 
-    def _states_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _states_of(self, param: torch.Tensor) -> dict[str, torch.Tensor] | None:
         place = self.runtime.slots.get(id(param))
-        if place is None or not place[1].trainable:
-            raise KeyError(param)
-        return read_states(self.runtime.weights, *place)
+        if place is None:
+            raise KeyError("optimizer.state[...]: no parameter of the model that was offloaded")
+        return read_states(self.runtime.weights, *place) if place[1].trainable else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the format of torch's optimizer, all of it in host memory, with the fp32 master weights beside it.

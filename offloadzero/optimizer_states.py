@@ -155,7 +155,8 @@ class States(defaultdict[torch.Tensor, Any]):
     it has states to save.
     """
 
-    def __init__(self, read: Callable[[torch.Tensor], dict[str, Any]]) -> None:
+    def __init__(self, read: Callable[[torch.Tensor], dict[str, Any] | None]) -> None:
+        """`read` gives None for a parameter that was frozen when the model was offloaded."""
         super().__init__()
         self._read = read
 
@@ -163,14 +164,15 @@ class States(defaultdict[torch.Tensor, Any]):
         return True
 
     def __missing__(self, param: torch.Tensor) -> dict[str, Any]:
-        return ParamStates(self._read(param))
+        return ParamStates(self._read(param) or {})  # torch's is empty, too, for a frozen one
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return `states[key]`, or a default for a parameter that the optimizer does not hold."""
+        """Return `states[key]`, or a default for a parameter that has no states."""
         try:
-            return self[key]
+            values = self._read(key)
         except KeyError:
             return default
+        return default if values is None else ParamStates(values)
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         refuse_states()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
 from tests.support.models import Stack, features
-from tests.support.plain_form import final_weights, make_model, make_optimizer, offloaded
+from tests.support.plain_form import final_weights, make_model, make_optimizer, offloaded, plain_config
 from tests.support.tiny import make_engine, settings, tokens, train
 from tests.support.training import make_config
 
@@ -67,6 +67,23 @@ def test_what_is_written_into_states_arrives(name: str, write: Any, placement: s
         for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
             for kind, value in plain_optimizer.state[twin].items():
                 torch.testing.assert_close(optimizer.state[param][kind] + 0, value, rtol=1e-4, atol=1e-7)
+
+
+def test_a_parameter_without_states(tmp_path: Path) -> None:
+    """One that is frozen has none, as in torch; one of another model is a mistake."""
+    model = make_model()
+    frozen = model.blocks[0].up.weight.requires_grad_(requires_grad=False)
+    _, optimizer = offloadzero.offload(model, make_optimizer(model), plain_config("host", tmp_path))
+    step(model, optimizer, 0)
+    counts = [len(optimizer.state[param]) for group in optimizer.param_groups for param in group["params"]]
+    assert counts.count(0) == 1
+    assert optimizer.state[frozen] == {}
+    assert optimizer.state.get(frozen) is None
+    other = make_model().blocks[0].up.weight
+    with pytest.raises(KeyError, match="no parameter of the model that was offloaded"):
+        optimizer.state[other]
+    assert optimizer.state.get(other, 3) == 3
+    optimizer.close()
 
 
 def test_the_master_is_written_too(tmp_path: Path) -> None:
