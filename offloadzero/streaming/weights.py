@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -29,8 +30,8 @@ class WeightAccess:
         self._store = store
         self._changes = changes
         self._reads = reads
-        # By the id of a slot: how many updates and writes it had when its master was loaded.
-        self._masters_loaded: dict[int, tuple[int, int]] = {}
+        # By the id of a slot whose master was loaded: how many updates and writes it had, and a hash of its parameter.
+        self._masters_loaded: dict[int, tuple[int, int, bytes]] = {}
 
     def read(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Read the parameter in its own dtype: a new host tensor in its shape."""
@@ -53,40 +54,54 @@ class WeightAccess:
 
         Raises ConfigError for another number of elements.
         """
+        self._write_parts(record, slot, self._parts(record, slot, value))
+
+    def _parts(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> dict[SegmentKind, torch.Tensor]:
+        """Return what the parameter's homes hold where it has this value."""
         if value.numel() != slot.num_elements:  # torch would broadcast a single one
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
         segment = record.segments.get(SegmentKind.MASTER)
         if segment is None or not slot.trainable:
-            param = _rounded(value.detach().to("cpu").reshape(-1), record.dtype)
-            parts = {SegmentKind.PARAM: param}
-        else:
-            param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
-            master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
-            encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
-            parts = {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
+            return {SegmentKind.PARAM: _rounded(value.detach().to("cpu").reshape(-1), record.dtype)}
+        param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
+        master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
+        encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
+        return {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
+
+    def _write_parts(
+        self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]
+    ) -> None:
         with UninterruptedThroughout():
             slot.num_writes += 1
             self.homes.write(record, slot, parts)
 
     def load_master(self, record: Record, slot: ParamSlot, master: torch.Tensor) -> None:
         """Set the parameter to the fp32 master that an optimizer's state dict has of it."""
-        self.write(record, slot, master)
-        self._masters_loaded[id(slot)] = self._version(record, slot)
+        parts = self._parts(record, slot, master)
+        self._write_parts(record, slot, parts)
+        self._masters_loaded[id(slot)] = self._version(record, slot, parts[SegmentKind.PARAM])
 
     def load(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Set the parameter to the value that a model's state dict has of it.
 
         A script may load the optimizer before the model. So a master that the optimizer's has given, and that no step
-        and no write has changed since, stays where the value is what it is rounded to.
+        and no write has changed since, stays where all of the value is what it is rounded to.
         """
-        is_rounded = value.dtype == record.dtype and value.numel() == slot.num_elements
-        if is_rounded and self._masters_loaded.get(id(slot)) == self._version(record, slot):
-            self.replace(record, slot, value)
+        loaded, flat = self._masters_loaded.get(id(slot)), value.detach().reshape(-1)
+        if loaded is None or flat.dtype != record.dtype:
+            self.write(record, slot, value)
+            return
+        flat = flat.to("cpu", copy=True)  # of a parameter that is away, too, its values
+        if loaded == self._version(record, slot, flat):
+            # The same bits: no other rank has to be asked for its part, and one that loads other values is found.
+            self.homes.write(record, slot, {SegmentKind.PARAM: flat})
         else:
             self.write(record, slot, value)
 
-    def _version(self, record: Record, slot: ParamSlot) -> tuple[int, int]:
-        return self.num_updates(record), slot.num_writes
+    def _version(self, record: Record, slot: ParamSlot, flat: torch.Tensor) -> tuple[int, int, bytes]:
+        """What tells whether a parameter is still, with its master, what it was when it had the values `flat`."""
+        digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).digest()  # type: ignore[arg-type]
+        return self.num_updates(record), slot.num_writes, digest
 
     # --- operations of scripts on parameters ---
 

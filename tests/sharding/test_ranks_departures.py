@@ -274,6 +274,12 @@ def write_alone(rank: int, directory: str) -> dict[str, list[str]]:
         if rank == 0:
             module.load_state_dict({"narrow.weight": value}, strict=False)
 
+    def load_after_the_optimizers(module: nn.Module) -> None:
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        loaded = {name: module.state_dict()[name].clone() for name in ("scale", "narrow.weight")}
+        loaded["narrow.weight"][0] += rank
+        module.load_state_dict(loaded, strict=False)
+
     def set_step(module: nn.Module) -> None:  # noqa: ARG001
         saved = engine.optimizer.state_dict()
         states = {
@@ -293,10 +299,13 @@ def write_alone(rank: int, directory: str) -> dict[str, list[str]]:
         (3, True, load),
         (2, False, set_data),
         (0, True, load),
+        (2, True, load_after_the_optimizers),
+        (3, True, load_after_the_optimizers),
         (3, True, set_step),
         (3, True, all_the_same),
     ):
-        engine = engine_of(config_of("host", stage, Path(directory), world_size=2))
+        has_masters = {"bf16": {"enabled": True}} if write is load_after_the_optimizers else {}
+        engine = engine_of(config_of("host", stage, Path(directory), world_size=2, **has_masters))
         if is_trained:
             train(engine, rank, 2, num_steps=1)
             engine.synchronize()

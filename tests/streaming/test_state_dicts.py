@@ -115,6 +115,25 @@ def test_the_optimizers_state_may_be_loaded_before_the_models(
     assert_same(*outcomes)
 
 
+@pytest.mark.parametrize("place", ["resident", "nvme"])
+def test_another_models_state_that_is_equal_in_part_is_all_that_its_masters_have(
+    place: str, tmp_path: Path
+) -> None:
+    engine, *_ = offloadzero.initialize(model=Stack(), config=make_config(place, tmp_path, dtype="bf16"))
+    take_inputs(features, num_steps=2)(engine)
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for value in state.values():
+        value.view(-1)[0] += 1
+    for _ in range(2):
+        engine.module.load_state_dict(state)
+        for name, param in engine.module.named_parameters():
+            master = offloadzero.zero.safe_get_full_fp32_param(param)
+            assert master is not None
+            assert torch.equal(master, state[name].float()), name
+    engine.close()
+
+
 def test_a_models_state_that_is_loaded_after_a_step_is_all_that_its_masters_have(tmp_path: Path) -> None:
     engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, dtype="bf16"))
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
