@@ -82,12 +82,14 @@ def _offload(
     offloaded = OffloadedOptimizer(
         model, optimizer.param_groups, kept, origin=optimizer, keeps_gradients=True
     )
-    if could_update_in_backward:
-        try:
+    try:
+        if could_update_in_backward:
             _log_kept_gradients(offloaded.runtime.plan.kept_grad_bytes)
-        except BaseException:  # nothing else holds the engine yet
-            offloaded.runtime.undo()
-            raise
+        offloaded.runtime.cast_gradients()
+    except BaseException:  # nothing else holds the engine yet
+        offloaded.runtime.undo()
+        raise
+    offloaded.runtime.forget_gradients()
     return model, offloaded
 
 

@@ -131,8 +131,6 @@ class Runtime:
             self._take_memory()
             self._build(cut, checkpointed, param_groups, loop)
             self._go_live()
-            if keeps_after_step:
-                _cast_gradients(self.records, self.accelerator.device)
         except BaseException:
             self.undo()
             raise
@@ -424,6 +422,15 @@ class Runtime:
             call()
         self.close()
 
+    def cast_gradients(self) -> None:
+        """Give gradients from before the start the model's new dtype and device; `undo()` brings the former back."""
+        with interrupts.uninterrupted:
+            self._original.cast_gradients(self.accelerator.device)
+
+    def forget_gradients(self) -> None:
+        """Free the former gradients: the start will not be undone any more."""
+        self._original.forget_gradients()
+
     def undo(self) -> None:
         """Undo a start that failed, so that the model is as it was."""
         _live.discard(self)
@@ -560,19 +567,6 @@ def _may_not_train(
         # A callable may have left out one that was not frozen.
         and (id(slot.param) in group_of or (is_of_all_trainable and not slot.param.requires_grad))
     ]
-
-
-def _cast_gradients(records: Sequence[Record], device: torch.device) -> None:
-    """Give gradients that were there before the model was offloaded the dtype and device that it has now.
-
-    `model.to(device, dtype)` does so, too: autograd adds the next gradient to them, and refuses another dtype.
-    """
-    with interrupts.uninterrupted:
-        for record in records:
-            for slot in record.trainable_slots:
-                grad = slot.param.grad
-                if grad is not None:
-                    slot.param.grad = grad.to(device, record.dtype)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -38,6 +38,7 @@ class OriginalForm:
             for slot in record.slots
         }
         self._taken: list[tuple[Record, TieredStore]] = []
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the former ones of a start
 
     def load(self, store: TieredStore, *, agree: Callable[[torch.Tensor], None], channel: Any = None) -> None:
         """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py.
@@ -68,6 +69,23 @@ class OriginalForm:
             freed.add(record.param_bytes)
         freed.trim()
 
+    def cast_gradients(self, device: torch.device) -> None:
+        """Give gradients that are there the dtype and device that the model has now.
+
+        `model.to(device, dtype)` does so, too: autograd adds the next gradient to them, and refuses another dtype.
+        `restore()` brings the former ones back, until `forget_gradients()`.
+        """
+        for record in self._records:
+            for slot in record.slots:
+                grad = slot.param.grad
+                if grad is not None and (grad.dtype, grad.device) != (record.dtype, device):
+                    self._gradients.append((slot.param, grad))
+                    slot.param.grad = grad.to(device, record.dtype)
+
+    def forget_gradients(self) -> None:
+        """Let the former gradients go."""
+        self._gradients = []
+
     def restore(self, weights: WeightAccess | None = None) -> None:
         """Put the values of the homes back into the parameters; the homes must not be written meanwhile.
 
@@ -84,6 +102,9 @@ class OriginalForm:
             else:
                 self._put_back(record, [self._gathered(weights, record, slot) for slot in record.slots])
             self._taken.pop()
+        for param, grad in self._gradients:
+            param.grad = grad
+        self.forget_gradients()
 
     def _own_values(self, record: Record, store: TieredStore) -> Iterator[torch.Tensor]:
         param = _read(record, SegmentKind.PARAM, store)

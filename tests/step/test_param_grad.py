@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -399,4 +400,34 @@ def test_gradients_from_before_offload_are_added_to_in_the_dtype_that_the_model_
         named_grads(model).items(), named_grads(plain).items(), strict=True
     ):
         assert torch.equal(grad.clone(), expected), name
+    optimizer.close()
+
+
+def test_a_start_that_is_interrupted_leaves_gradients_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of frozen parameters, too, which are cast with the others."""
+    model = make_model()
+    model(tokens(0)).backward()
+    frozen = model.blocks[0].up.weight.requires_grad_(requires_grad=False)
+    before = named_grads(model)
+    config = plain_config("host", tmp_path, bf16={"enabled": True})
+    cast = Tensor.to
+
+    def interrupted(self: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        result = cast(self, *args, **keywords)
+        if any(self is grad for grad in before.values()):  # the handler holds it back until all are cast
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            offloadzero.offload(model, make_optimizer(model), config)
+    after = named_grads(model)
+    assert after.keys() == before.keys()
+    assert all(after[name] is grad for name, grad in before.items())
+    _, optimizer = offloadzero.offload(model, make_optimizer(model), config)
+    assert frozen.grad is not None
+    assert frozen.grad.dtype == torch.bfloat16
     optimizer.close()
