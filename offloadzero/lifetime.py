@@ -106,8 +106,8 @@ class Resources:
         abort = [self._abort] if has_failed or failures.given_up else []
         for close in (*abort, *threads, *reversed(self._parts)):
             first = self._close_part(close) or first
-        if self._finalizer is not None:
-            self._finalizer.detach()  # it would keep the failure and its traceback alive
+        if failures.unseen() is None:  # else close() may be interrupted before it tells it
+            self.forget_owner()
         failures.threads_have_ended()
         self._parts = []
         self._closed.set()
@@ -134,8 +134,15 @@ class Resources:
         self._finalizer = weakref.finalize(owner, self._close_in_background)
         self._finalizer.atexit = False  # the exit has a handler of its own
 
+    def forget_owner(self) -> None:
+        """Do nothing when the owner is gone: that would keep a failure and its traceback alive until then."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
     def _close_in_background(self) -> None:
-        if self.is_open:
+        if not self.is_open:
+            self.failures.raise_unseen()  # to sys.unraisablehook, as below
+        else:
             _closing.add(self)
             # Not threading.Thread, whose start takes locks that the thread which is collecting here may hold.
             _thread.start_new_thread(self._close_collected, ())

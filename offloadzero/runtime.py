@@ -359,6 +359,7 @@ class Runtime:
         """
         if self.resources.is_open:
             self._close()
+        self.resources.forget_owner()
         self.failures.raise_unseen()
 
     def _close(self) -> None:

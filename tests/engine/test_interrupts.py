@@ -459,6 +459,27 @@ def test_a_failure_that_an_interrupted_close_has_not_told_is_told_by_the_next(
     assert num_by_the_next > 3
 
 
+def test_a_failure_that_an_interrupted_close_has_not_told_is_said_when_its_engine_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(unraisable.exc_value))
+    engine = make_engine(settings(tmp_path))
+    engine.optimizer.runtime.failures.record(StateError("a thread's failure"))
+    interrupts = [KeyboardInterrupt()]
+
+    def close() -> None:
+        while interrupts:
+            raise interrupts.pop()
+
+    engine.optimizer.runtime.resources.add(close)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    del engine
+    collect(lambda: bool(said))
+    assert [str(error) for error in said] == ["a thread's failure"]
+
+
 EVERY_NTH_START = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_START", "500"))
 
 
