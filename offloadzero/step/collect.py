@@ -231,6 +231,7 @@ class GradientCollector:
             handle.drop()
         if grad is None or isinstance(grad, GradientTensor):
             return None
+        expect_dense(slot, grad)  # one from before offload(), say
         if (grad._version or handle.is_seen) and _is_held(grad):
             return None  # [Note: a script's own gradient]
         return grad

@@ -447,6 +447,16 @@ def test_sparse_gradients_name_the_parameter() -> None:
     engine.close()
 
 
+def test_a_sparse_gradient_from_before_offload_names_the_parameter() -> None:
+    model = nn.Sequential(nn.Embedding(64, 32, sparse=True), nn.Linear(32, 1))
+    inputs = torch.tensor([1, 2, 3])
+    model(inputs).sum().backward()
+    _, optimizer = offloadzero.offload(model, torch.optim.AdamW(model.parameters()), {})
+    with pytest.raises(ConfigError, match=r"0\.weight.*sparse=False"):
+        model(inputs).sum().backward()
+    optimizer.close()
+
+
 def test_a_rule_for_units_that_are_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Else its states stay on the device, and nobody is told."""
     rules = [{"units": "blocks.*", "exp_avg": "host"}, {"units": "layers.*", "param": "host"}]
