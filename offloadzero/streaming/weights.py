@@ -12,6 +12,7 @@ from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import TieredStore
+from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.streaming.state_access import StateAccess
@@ -62,7 +63,10 @@ class WeightAccess:
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
         segment = record.segments.get(SegmentKind.MASTER)
         if segment is None or not slot.trainable:
-            return {SegmentKind.PARAM: _rounded(value.detach().to("cpu").reshape(-1), record.dtype)}
+            flat = value.detach().to("cpu").reshape(-1)
+            if isinstance(flat, RemoteTensor):  # of a parameter that is away
+                flat = flat.read()
+            return {SegmentKind.PARAM: _rounded(flat, record.dtype)}
         param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
         master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
         encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)

@@ -115,6 +115,17 @@ def test_the_optimizers_state_may_be_loaded_before_the_models(
     assert_same(*outcomes)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", None])
+def test_parameters_are_values_that_a_model_loads(dtype: str | None, tmp_path: Path) -> None:
+    """As torch's do; those of one dimension have no memory for the write either."""
+    engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, dtype=dtype))
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    engine.module.load_state_dict(dict(engine.module.named_parameters()), strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    engine.close()
+
+
 @pytest.mark.parametrize("place", ["resident", "nvme"])
 def test_another_models_state_that_is_equal_in_part_is_all_that_its_masters_have(
     place: str, tmp_path: Path
