@@ -503,8 +503,8 @@ def _close_at_exit() -> None:
     """Close all engines. A failure that no call has raised must not end in exit status 0."""
     # In the order of their making: a set has another one on each rank, and the end of a group may wait for others.
     # A close() that was interrupted may have left a failure untold.
-    untold = {runtime for runtime in _closed if runtime.failures.unseen() is not None}
-    for runtime in sorted({*_live, *untold}, key=lambda each: each.number):
+    untold = [runtime for runtime in _closed if runtime.failures.unseen() is not None]
+    for runtime in sorted([*_live, *untold], key=lambda each: each.number):
         try:
             runtime.close()
         except BaseException:
