@@ -126,6 +126,14 @@ def test_parameters_are_values_that_a_model_loads(dtype: str | None, tmp_path: P
     engine.close()
 
 
+def assert_masters_are(state: dict[str, torch.Tensor], engine: offloadzero.Engine) -> None:
+    """Without low bits from elsewhere."""
+    for name, param in engine.module.named_parameters():
+        master = offloadzero.zero.safe_get_full_fp32_param(param)
+        assert master is not None
+        assert torch.equal(master, state[name].float()), name
+
+
 @pytest.mark.parametrize("place", ["resident", "nvme"])
 def test_another_models_state_that_is_equal_in_part_is_all_that_its_masters_have(
     place: str, tmp_path: Path
@@ -138,10 +146,7 @@ def test_another_models_state_that_is_equal_in_part_is_all_that_its_masters_have
         value.view(-1)[0] += 1
     for _ in range(2):
         engine.module.load_state_dict(state)
-        for name, param in engine.module.named_parameters():
-            master = offloadzero.zero.safe_get_full_fp32_param(param)
-            assert master is not None
-            assert torch.equal(master, state[name].float()), name
+        assert_masters_are(state, engine)
     engine.close()
 
 
@@ -151,10 +156,7 @@ def test_a_models_state_that_is_loaded_after_a_step_is_all_that_its_masters_have
     take_inputs(features, num_steps=1)(engine)
     state = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.module.load_state_dict(state)
-    for name, param in engine.module.named_parameters():
-        master = offloadzero.zero.safe_get_full_fp32_param(param)
-        assert master is not None
-        assert torch.equal(master, state[name].float()), name
+    assert_masters_are(state, engine)
     engine.close()
 
 
