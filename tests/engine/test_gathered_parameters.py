@@ -212,6 +212,21 @@ def test_a_step_inside_is_not_undone(
     twin.close()
 
 
+def set_inside(weight: torch.nn.Parameter, value: torch.Tensor) -> None:
+    with zero.GatheredParameters([weight], modifier_rank=0):
+        zero.safe_set_full_fp32_param(weight, value)
+
+
+def test_a_setter_inside_is_named_where_the_block_ends(engine: offloadzero.Engine) -> None:
+    weight = engine.module.emb.weight
+    value = torch.full(weight.shape, 0.5)
+    with pytest.raises(
+        StateError, match=r"^emb\.weight: updated inside .* or safe_set_full_fp32_param\(\) say"
+    ):
+        set_inside(weight, value)
+    assert torch.equal(weight.detach().float(), value)
+
+
 def test_a_forward_inside_commits_nothing_where_nobody_may_write(engine: offloadzero.Engine) -> None:
     bias = engine.module.blocks[0].up.bias
     before = masters(engine)["blocks.0.up.bias"]
