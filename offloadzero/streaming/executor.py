@@ -168,7 +168,7 @@ class Executor:
                 "a forward began while another thread is in this model's: one thread at a time computes with an "
                 "offloaded model (others may read its weights: state_dict(), parameters())"
             )
-        self.changes.expect_steps_taken(indices)
+        self.changes.expect_forward_may_begin(indices)
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self.residency.finish_evaluation()

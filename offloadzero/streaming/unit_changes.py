@@ -98,7 +98,7 @@ class UnitChanges:
         """Forget the updates that backward has begun: their step is over, or will not be."""
         self._updated_early.clear()
 
-    def expect_steps_taken(self, indices: Iterable[int]) -> None:
+    def expect_forward_may_begin(self, indices: Iterable[int]) -> None:
         """Do `expect_step_taken` for units whose forward begins, unless a backward runs it again."""
         if self._updated_early and current_autograd_node() is None:
             for index in indices:

@@ -61,15 +61,12 @@ class WeightAccess:
         """Return what the parameter's homes hold where it has this value."""
         if value.numel() != slot.num_elements:  # torch would broadcast a single one
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
-        segment = record.segments.get(SegmentKind.MASTER)
+        flat, segment = _on_host(value), record.segments.get(SegmentKind.MASTER)
         if segment is None or not slot.trainable:
-            flat = value.detach().to("cpu").reshape(-1)
-            if isinstance(flat, RemoteTensor):  # of a parameter that is away
-                flat = flat.read()
             return {SegmentKind.PARAM: _rounded(flat, record.dtype)}
         param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
         master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
-        encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
+        encode(slot, flat, param, master, base=slot.offset)
         return {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
 
     def _write_parts(
@@ -91,16 +88,14 @@ class WeightAccess:
         A script may load the optimizer before the model. So a master that the optimizer's has given, and that no step
         and no write has changed since, stays where all of the value is what it is rounded to.
         """
-        loaded, flat = self._masters_loaded.get(id(slot)), value.detach().reshape(-1)
-        if loaded is None or flat.dtype != record.dtype:
-            self.write(record, slot, value)
-            return
-        flat = flat.to("cpu", copy=True)  # of a parameter that is away, too, its values
-        if loaded == self._version(record, slot, flat):
-            # The same bits: no other rank has to be asked for its part, and one that loads other values is found.
-            self.homes.write(record, slot, {SegmentKind.PARAM: flat})
-        else:
-            self.write(record, slot, value)
+        loaded = self._masters_loaded.get(id(slot))
+        if loaded is not None and value.dtype == record.dtype:
+            flat = _on_host(value)
+            if loaded == self._version(record, slot, flat):
+                # The same bits, once more: several ranks note their writes, and one that loads other values is found.
+                self.homes.write(record, slot, {SegmentKind.PARAM: flat})
+                return
+        self.write(record, slot, value)
 
     def _version(self, record: Record, slot: ParamSlot, flat: torch.Tensor) -> tuple[int, int, bytes]:
         """What tells whether a parameter is still, with its master, what it was when it had the values `flat`."""
@@ -179,6 +174,12 @@ class WeightAccess:
                 master[(new == 0) | ~new.isfinite()] = 0
         slot.num_writes += 1
         self.homes.write(record, slot, parts)
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    """Return a value in host memory, flat and contiguous; that of a parameter that is away is read."""
+    flat = value.detach().to("cpu").reshape(-1)
+    return (flat.read() if isinstance(flat, RemoteTensor) else flat).contiguous()
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

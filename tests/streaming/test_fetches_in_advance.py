@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,16 @@ def test_another_order_of_eviction_is_the_plans_too(
     expect_as_planned(pages, room, 2, 0.0, monkeypatch, tmp_path)
 
 
+def begun(
+    build: Callable[[], Stack], config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Started, int]:
+    """An engine, what it fetches from now on, and the bytes that its steps are to fetch by the forecast."""
+    traffic = forecast(build, config)
+    started = Started(monkeypatch)
+    fetched = sum(traffic.by_phase[phase].get(H2D, 0) for phase in (FORWARD, BACKWARD))
+    return start(build, config), started, fetched
+
+
 def expect_as_planned(
     pages: tuple[int, ...],
     room: int,
@@ -139,11 +149,9 @@ def expect_as_planned(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    config = config_with_room(room, accumulation, clipping, tmp_path)
     build = partial(stack_of, pages)
-    traffic = forecast(build, config)
-    started = Started(monkeypatch)
-    engine: Any = start(build, config)
+    config = config_with_room(room, accumulation, clipping, tmp_path)
+    engine, started, fetched = begun(build, config, monkeypatch)
     executor = engine.optimizer.runtime.executor
     moving = [unit for unit in executor.units if unit.residency is not HOME]
     sizes = {unit.record.index: align_up(unit.num_bytes) for unit in moving}
@@ -154,7 +162,6 @@ def expect_as_planned(
     arena_bytes = executor.leases.arena.num_bytes
     expected = fetches_in_order(uses, sizes, arena_bytes=arena_bytes, times=accumulation)
     num_bytes = {unit.record.index: unit.num_bytes for unit in moving}
-    fetched = sum(traffic.by_phase[phase].get(H2D, 0) for phase in (FORWARD, BACKWARD))
     assert fetched == sum(num_bytes[fetch.unit] for fetch in expected)
     for seed in range(5):
         train_step(engine, seed)
@@ -180,16 +187,13 @@ def test_with_frozen_units_an_engine_settles_to_the_plans_step(
     tmp_path: Path,
 ) -> None:
     """Leases of frozen units last, and lie elsewhere after each of the first steps."""
-    config = config_with_room(room, accumulation, clipping, tmp_path)
     build = partial(stack_of, pages, frozen=kept)
-    traffic = forecast(build, config)
-    started = Started(monkeypatch)
-    engine: Any = start(build, config)
+    config = config_with_room(room, accumulation, clipping, tmp_path)
+    engine, started, fetched = begun(build, config, monkeypatch)
     units = engine.optimizer.runtime.executor.units
     by_step = []
     for seed in range(9):
         train_step(engine, seed)
         by_step.append(sum(units[fetch.unit].num_bytes for fetch in started.step))
     engine.close()
-    moved = sum(traffic.by_phase[phase].get(H2D, 0) for phase in (FORWARD, BACKWARD))
-    assert by_step[6:] == [moved] * 3
+    assert by_step[6:] == [fetched] * 3
