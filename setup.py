@@ -4,9 +4,12 @@ The bindings use CPython's limited API, so one build serves every Python from 3.
 run time: no global -march or -mavx flag may appear here.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 COMPILE_ARGS = [
     "-std=c++17",
@@ -33,7 +36,23 @@ def native_module(name: str, folder: str) -> Extension:
     )
 
 
+class build_on_all_cores(build_ext):  # noqa: N801 (commands of setuptools have such names)
+    """Compiles the sources of a module at once: one after the other they take minutes."""
+
+    def build_extensions(self) -> None:
+        compile_in_turn = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **options: object) -> list[str]:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                made = pool.map(lambda source: compile_in_turn([source], **options), sources)
+                return [path for paths in made for path in paths]
+
+        self.compiler.compile = compile_at_once
+        super().build_extensions()
+
+
 setup(
+    cmdclass={"build_ext": build_on_all_cores},
     ext_modules=[
         native_module("io._aio", "aio"),
         native_module("native._kernels", "cpu_adam"),
