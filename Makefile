@@ -62,6 +62,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/sharding/test_ranks_parity.py tests/sharding/test_ranks_models.py tests/sharding/test_ranks_bytes.py \
 	tests/sharding/test_ranks_order.py tests/sharding/test_ranks_kills.py tests/sharding/test_ranks_quantized.py \
 	tests/planning/test_random_budgets.py tests/planning/test_memory_limits.py tests/repository/test_benchmarks.py \
+	tests/repository/test_gpu_benchmark.py tests/races/test_first_cases.py \
 	tests/sharding/test_ranks_mesh.py tests/sharding/test_ranks_simulated.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
 	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py \
@@ -103,9 +104,9 @@ lint: $(STAMPS)/dev
 gpu-test: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest -m gpu
 
-# Everything that needs a CUDA device, with the python3 that there is; nothing is installed. `make gpu GPU=host` for one
-# part, `make gpu GPU="nvme --device cpu --parameters 20M --out runs/cpu"` on the CPU, `make gpu GPU=--help` for all.
-GPU ?=
+# For a GPU that is at hand for minutes, with the python3 that there is; nothing is installed. `make gpu GPU=second` for
+# more, `make gpu GPU="first --device cpu --parameters 20M --out runs/cpu"` on the CPU, `make gpu GPU=--help` for all.
+GPU ?= first
 
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh $(GPU)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, part by part: benchmarks/gpu.sh --help. Nothing is installed.
-#   PYTHON=python3 NVME_DIR=/mnt/nvme OUT=runs/gpu benchmarks/gpu.sh host
+# The first minutes on a GPU: benchmarks/gpu.sh --help. Nothing is installed.
+#   PYTHON=python3 NVME_DIR=/mnt/nvme OUT=runs/gpu benchmarks/gpu.sh first
 set -euo pipefail
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || { echo "missing: $python (set PYTHON to an interpreter that has torch)" >&2; exit 2; }

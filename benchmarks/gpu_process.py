@@ -1,74 +1,76 @@
-"""Processes that end at a deadline, with everything they started."""
+"""Processes that end at a deadline, with everything they started, and whose lines of JSON are read as they come."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-GRACE_S = 5.0  # from SIGTERM, on which files are removed, to SIGKILL
-
-
-class Deadline:
-    """A point in time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end_s = time.monotonic() + seconds
-
-    def left_s(self) -> float:
-        """Return the seconds until then; negative afterwards."""
-        return self._end_s - time.monotonic()
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The result of a process; `status` is None when the deadline ended it."""
-
-    status: int | None
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether the deadline ended it."""
-        return self.status is None
-
-    @property
-    def output(self) -> str:
-        """The text of both streams, stdout first."""
-        return f"{self.stdout}{self.stderr}"
+GRACE_S = 3.0  # from SIGTERM, on which files are removed, to SIGKILL
 
 
 def run_process(
-    command: Sequence[str], *, deadline: Deadline, environment: Mapping[str, str] | None = None
-) -> Finished:
-    """Run a process to its end or to the deadline."""
-    start_s = time.monotonic()
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+    command: Sequence[str],
+    *,
+    end_s: float,
+    tell: Callable[[Mapping[str, Any]], None],
+    log: Path,
+) -> str:
+    """Run a process to its end, or to `end_s` on time.monotonic(); return how it ended: "ok" or what was wrong.
+
+    Each object in JSON that it prints as a line goes to `tell` at once; all else that it says is added to `log`.
+    """
+    if end_s - time.monotonic() < GRACE_S:
+        return "not begun: no time was left"
+    with log.open("a") as said:
         process = subprocess.Popen(
-            command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
         )
         _running.add(process)
+        reader = threading.Thread(target=_read, args=(process, tell, log), daemon=True)
+        reader.start()
         try:
-            status: int | None = process.wait(max(deadline.left_s() - GRACE_S, 0.1))
+            status: int | None = process.wait(max(end_s - GRACE_S - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             status = None
         finally:
             _end_group(process)
             _running.discard(process)
-        stdout.seek(0)
-        stderr.seek(0)
-        return Finished(status, stdout.read(), stderr.read(), time.monotonic() - start_s)
+        reader.join(1.0)  # another holder of the pipe may live on
+    if status is None:
+        return "timed out"
+    return "ok" if status == 0 else f"exit status {status}" if status > 0 else f"killed by signal {-status}"
 
 
-_running: set[subprocess.Popen[bytes]] = set()
+def _read(process: subprocess.Popen[str], tell: Callable[[Mapping[str, Any]], None], log: Path) -> None:
+    if process.stdout is None:
+        raise AssertionError("the process is not piped")
+    for line in process.stdout:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            tell(found)
+        else:
+            with log.open("a") as said:
+                said.write(line)
+
+
+_running: set[subprocess.Popen[str]] = set()
 
 
 def end_with_signals() -> None:
@@ -83,15 +85,16 @@ def end_with_signals() -> None:
         signal.signal(number, end)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         _signal_group(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+            process.wait(GRACE_S - 1.0)
     _signal_group(process, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds cannot be ended
+        process.wait(1.0)
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -1,11 +1,13 @@
 """Tokens per second and TFLOPS of a Llama-shaped model whose states are offloaded, and the bound of its step.
 
     python benchmarks/large_model.py --model 7b --placement host --batch-size 8 --seq-len 2048
-    python benchmarks/large_model.py --parameters 3B --placement auto --device-budget 40GiB --clipping 0
+    python benchmarks/large_model.py --parameters 3B --fit --placement auto --device-budget 40GiB --clipping 0
     python benchmarks/large_model.py --parameters 20M --placement nvme --device cpu
+    python benchmarks/large_model.py --model 7b --placement none
 
 FLOPs are counted as DESIGN's bound counts them: 8 per parameter and token with activation recomputation (a forward,
-its repetition, and a backward of two), 6 without; attention scores are left out. Prints JSON, one object.
+its repetition, and a backward of two), 6 without; attention scores are left out. `--placement none` is the computation
+alone: weights resident in plain torch, gradients dropped, no update. Prints JSON, one object in one line.
 """
 
 from __future__ import annotations
@@ -13,28 +15,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
+import fitting  # noqa: E402
 import torch  # noqa: E402
 from arguments import read_count  # noqa: E402
 from llama_model import SIZES, Llama, LlamaSize, size_with  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 import offloadzero  # noqa: E402
 from offloadzero.config.parse import read_num_bytes  # noqa: E402
 from offloadzero.errors import BudgetError  # noqa: E402
+from offloadzero.memory.device import find_device  # noqa: E402
 
-NUM_WARMUP_STEPS = 2
 TILE_ELEMENTS = 1 << 20
+FORECAST_S = 20.0  # that are waited for it, when the steps have run
+BYTES_PER_PARAM = {"fp32": 12.0, "compact": 5.2}  # of states, read and written once per step
 ZERO_DEVICES = {"host": "cpu", "nvme": "nvme"}
 
 
@@ -47,7 +55,7 @@ def config(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     }
     if args.device is not None:
         own["device"] = args.device
-    if args.placement in ("nvme", "auto"):
+    if args.placement == "nvme":
         own["nvme_path"] = directory
     budgets = {"device": args.device_budget, "host": args.host_budget}
     own["budgets"] = {tier: budget for tier, budget in budgets.items() if budget is not None}
@@ -69,7 +77,8 @@ def config(args: argparse.Namespace, directory: str) -> dict[str, Any]:
 
 
 def model_size(args: argparse.Namespace) -> LlamaSize:
-    return SIZES[args.model] if args.parameters is None else size_with(args.parameters)
+    size = SIZES[args.model] if args.parameters is None else size_with(args.parameters)
+    return size if args.layers is None else replace(size, num_layers=min(args.layers, size.num_layers))
 
 
 @contextlib.contextmanager
@@ -108,69 +117,176 @@ def device_name(device: torch.device) -> str:
 
 
 def run(args: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Train `args.steps` steps and report medians of all but the first two."""
+    """Train `args.steps` steps and report medians of all but the first `args.warmup`."""
+    started_s = time.perf_counter()
+    make = plain if args.placement == "none" else offloaded
+    with forecast(args, directory) as planned, make(args, directory) as (step, found):
+        found["build_s"] = time.perf_counter() - started_s
+        print(f"{found['num_params']:,} parameters, ready after {found['build_s']:.1f} s", file=sys.stderr)
+        generator = torch.Generator().manual_seed(0)
+        step_s: list[float] = []
+        losses: list[float] = []
+        for number in range(args.steps):
+            if not has_time_for_a_step(args, started_s, step_s):
+                break
+            batches = [draw(args, found["size"]["vocab_size"], generator) for _ in range(args.accumulation)]
+            start_s = time.perf_counter()
+            losses.append(step(batches).item())  # waits for the device: the step's time is the device's
+            step_s.append(time.perf_counter() - start_s)
+            print(f"step {number}: {step_s[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    num_tokens = args.batch_size * args.seq_len * args.accumulation
+    median_s = statistics.median(step_s[args.warmup :])
+    flops = 8 * found["num_params"] * num_tokens
+    steps_file = Path(directory) / "run" / "steps.jsonl"
+    return {
+        **vars(args),
+        **found,
+        **planned,
+        "torch": torch.__version__,
+        "median_step_s": median_s,
+        "tokens_per_s": num_tokens / median_s,
+        "flops_per_step": flops,
+        "tflops": flops / median_s / 1e12,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+        "step_s": step_s,
+        "losses": losses,
+        **(bound(steps_file, args.warmup) if steps_file.exists() else {}),
+    }
+
+
+def fit(args: argparse.Namespace, directory: str) -> None:
+    """Make the model as large as the memory, and in `--drive-time-s` the drive, allow."""
+    budgets = fitting.budgets(Path(directory), on_cuda=find_device(args.device).free_bytes() is not None)
+    args.device_budget, args.host_budget = (
+        args.device_budget or budgets["device"],
+        args.host_budget or budgets["host"],
+    )
+    if args.drive_time_s is not None:
+        read_gbps, write_gbps = fitting.drive_gbps(Path(directory))
+        in_time = fitting.largest_in_time(
+            bytes_per_param=BYTES_PER_PARAM[args.state_layout],
+            read_gbps=read_gbps,
+            write_gbps=write_gbps,
+            num_steps=args.warmup + 1,
+            seconds=args.drive_time_s,
+        )
+        args.parameters = min(args.parameters, in_time)
+        args.drive_gbps = read_gbps, write_gbps
+    settings = config(args, directory)
+    settings["offloadzero"]["budgets"]["nvme"] = budgets["nvme"]
+    args.parameters = fitting.largest_that_fits(settings, at_most=args.parameters)
+
+
+def draw(args: argparse.Namespace, vocab_size: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, vocab_size, (args.batch_size, args.seq_len + 1), generator=generator)
+
+
+@contextlib.contextmanager
+def forecast(args: argparse.Namespace, directory: str) -> Iterator[dict[str, Any]]:
+    """Have `offloadzero plan` forecast the step meanwhile, by `--hardware`; afterwards its answer is there."""
+    found: dict[str, Any] = {}
+    if args.hardware is None:
+        yield found
+        return
+    size, folder = model_size(args), Path(directory)
+    settings = config(args, directory)
+    settings["offloadzero"]["activation_checkpoints"] = {"tier": "device"}  # the model has torch's, in itself
+    hardware = json.loads(args.hardware.read_text())
+    if args.drive_gbps is not None:
+        read_gbps, write_gbps = args.drive_gbps
+        size_gb = shutil.disk_usage(directory).free / 1e9
+        hardware["drives"] = {
+            "number": 1,
+            "size_gb": size_gb,
+            "read_gb_per_s": read_gbps,
+            "write_gb_per_s": write_gbps,
+        }
+    for name, value in (("config.json", settings), ("hardware.json", hardware)):
+        (folder / name).write_text(json.dumps(value))
+    shape = (
+        size.width,
+        size.num_layers,
+        size.num_heads,
+        size.vocab_size,
+        size.hidden_width,
+        size.num_kv_heads,
+    )
+    command = [sys.executable, "-m", "offloadzero", "plan", "--model", f"llama:{'/'.join(map(str, shape))}"]
+    command += ["--config", str(folder / "config.json"), "--hardware", str(folder / "hardware.json")]
+    command += ["--sequence", str(args.seq_len), "--json", str(folder / "plan.json")]
+    with (folder / "plan.txt").open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
+        try:
+            yield found
+            process.wait(FORECAST_S)
+        finally:
+            process.kill()
+            process.wait()
+    plan = folder / "plan.json"
+    answer = json.loads(plan.read_text())["forecast"] if plan.exists() else None
+    found["forecast"] = answer or {"problem": (folder / "plan.txt").read_text()[-1000:]}
+
+
+# Takes the tokens of a step's micro batches, returns the loss of the last one.
+Step = Callable[[Sequence[Tensor]], Tensor]
+Made = Iterator[tuple[Step, dict[str, Any]]]  # with the figures known so far, to which more come at the end
+
+
+@contextlib.contextmanager
+def offloaded(args: argparse.Namespace, directory: str) -> Made:
+    """Offload a model; at the end it is closed."""
     settings = config(args, directory)
     size = model_size(args)
-    started_s = time.perf_counter()
     model = build_model(size, settings)
     num_params = sum(param.numel() for param in model.parameters())
     engine = offloadzero.initialize(model=model, config=settings)[0]
-    build_s = time.perf_counter() - started_s
     print(engine.memory_table(), file=sys.stderr, flush=True)
-    print(f"{num_params:,} parameters, ready after {build_s:.1f} s", file=sys.stderr, flush=True)
-    generator = torch.Generator().manual_seed(0)
-    step_s: list[float] = []
-    losses: list[float] = []
-    for step in range(args.steps):
-        if not has_time_for_a_step(args, started_s, step_s):
-            break
-        start_s = time.perf_counter()
-        for _ in range(args.accumulation):
-            tokens = torch.randint(
-                0, size.vocab_size, (args.batch_size, args.seq_len + 1), generator=generator
-            )
-            tokens = tokens.to(engine.device)
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        for tokens in batches:
+            there = tokens.to(engine.device)
+            loss: Tensor = engine(there[:, :-1], there[:, 1:])
             engine.backward(loss)
             engine.step()
-        losses.append(loss.item())  # waits for the device: the step's time is the device's
-        step_s.append(time.perf_counter() - start_s)
-        print(f"step {step}: {step_s[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    memory_table, reserved_bytes = engine.memory_table(), engine.reserved_bytes()
-    on_cuda = engine.device.type == "cuda"
+        return loss
+
+    found = {"device": device_name(engine.device), "num_params": num_params, "size": vars(size)}
+    yield step, found
+    found["memory_table"] = engine.memory_table().splitlines()
+    found["reserved_bytes"] = engine.reserved_bytes()
     engine.close()
-    tokens_per_step = args.batch_size * args.seq_len * args.accumulation
-    median_s = statistics.median(step_s[NUM_WARMUP_STEPS:])
-    return {
-        **vars(args),
-        "device": device_name(engine.device),
-        "torch": torch.__version__,
-        "num_params": num_params,
-        "size": vars(size),
-        "memory_table": memory_table.splitlines(),
-        "reserved_bytes": reserved_bytes,
-        "build_s": build_s,
-        "median_step_s": median_s,
-        "tokens_per_s": tokens_per_step / median_s,
-        "flops_per_step": 8 * num_params * tokens_per_step,
-        "tflops": 8 * num_params * tokens_per_step / median_s / 1e12,
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
-        "step_s": step_s,
-        "losses": losses,
-        **bound(Path(directory) / "run" / "steps.jsonl"),
-    }
+
+
+@contextlib.contextmanager
+def plain(args: argparse.Namespace, _: str) -> Made:
+    """Keep the weights on the device, and drop each gradient as it is complete: what the computation takes alone."""
+    size, device = model_size(args), find_device(args.device).torch_device
+    with quick_weights(), device:
+        model = Llama(size, checkpoint_activations=True)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda complete: setattr(complete, "grad", None))
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        for tokens in batches:
+            there = tokens.to(device)
+            loss: Tensor = model(there[:, :-1], there[:, 1:])
+            loss.backward()
+        return loss
+
+    num_params = sum(param.numel() for param in model.parameters())
+    yield step, {"device": device_name(device), "num_params": num_params, "size": vars(size)}
 
 
 def has_time_for_a_step(args: argparse.Namespace, started_s: float, step_s: list[float]) -> bool:
     """Whether another step fits in the time. The least number of steps is done in any case, or there is no figure."""
-    if args.time_limit_s is None or len(step_s) <= NUM_WARMUP_STEPS:
+    if args.time_limit_s is None or len(step_s) <= args.warmup:
         return True
     return time.perf_counter() - started_s + step_s[-1] < args.time_limit_s
 
 
-def bound(path: Path) -> dict[str, Any]:
+def bound(path: Path, num_warmup: int) -> dict[str, Any]:
     """Return seconds and bytes of each lane, waits, and the bound: medians of the timed steps."""
-    steps = [json.loads(line) for line in path.read_text().splitlines()][NUM_WARMUP_STEPS:]
+    steps = [json.loads(line) for line in path.read_text().splitlines()][num_warmup:]
 
     def medians(key: str) -> dict[str, float]:
         names = dict.fromkeys(name for step in steps for name in step[key])
@@ -195,7 +311,11 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--parameters", type=read_count, help="the largest size with at most so many: 20M, 7.2B"
     )
-    parser.add_argument("--placement", choices=("device", "host", "nvme", "auto"), default="host")
+    parser.add_argument("--layers", type=int, help="fewer blocks than the size has")
+    parser.add_argument(
+        "--fit", action="store_true", help="of the family of --parameters the largest that the memory allows"
+    )
+    parser.add_argument("--placement", choices=("device", "host", "nvme", "auto", "none"), default="host")
     parser.add_argument("--state-layout", choices=("fp32", "compact"), default="fp32")
     parser.add_argument(
         "--host-update-ratio",
@@ -212,11 +332,19 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--prefetch-units", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed")
     parser.add_argument("--time-limit-s", type=float, help="no further step that would end later than this")
+    parser.add_argument(
+        "--drive-time-s", type=float, help="with --fit: the drive's share of building and steps"
+    )
+    parser.add_argument("--hardware", type=Path, help="a file by which `offloadzero plan` forecasts the step")
     parser.add_argument("--nvme-dir", default=".", help="where the files go (a folder of their own in it)")
+    parser.set_defaults(drive_gbps=None)
     args = parser.parse_args(given)
-    if args.steps <= NUM_WARMUP_STEPS:
-        parser.error(f"--steps: at least {NUM_WARMUP_STEPS + 1}, the first {NUM_WARMUP_STEPS} are left out")
+    if args.steps <= args.warmup:
+        parser.error(f"--steps: at least {args.warmup + 1}, the first {args.warmup} are left out")
+    if args.fit and args.parameters is None:
+        parser.error("--fit: with --parameters, the most that it may be")
     try:
         model_size(args)
     except ValueError as error:
@@ -230,7 +358,9 @@ def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory(dir=args.nvme_dir, prefix="large-model-") as directory:
         try:
-            print(json.dumps(run(args, directory), indent=1))
+            if args.fit:
+                fit(args, directory)
+            print(json.dumps(run(args, directory), default=str))
         except BudgetError as error:
             sys.exit(f"large_model.py: error: {error}")
 

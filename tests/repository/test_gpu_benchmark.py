@@ -1,29 +1,31 @@
-"""`benchmarks/gpu.py` without a GPU: sizes, missing things, deadlines, the report, and its parts on the CPU."""
+"""`benchmarks/gpu.py` without a GPU: sizes, the machine, slices that fail or stall, the report, whole runs."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import importlib.util
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import offloadzero
-from offloadzero.segments import TierName
+from offloadzero.planning import probe
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
-HAS_CUDA = torch.cuda.is_available()
-NATIVE_MODULES = ["offloadzero.io._aio", "offloadzero.native._kernels", "offloadzero.native._termination"]
+GIB = 1 << 30
+IN_FULL = "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ
+NUM_KILLS = 20
 
 
 @pytest.fixture(autouse=True)
@@ -58,268 +60,130 @@ def test_no_size_is_small_enough() -> None:
         module("llama_model").size_with(1000)
 
 
-OPTIONS = {
-    "device": ("--placement", "device"),
-    "host": ("--placement", "host"),
-    "no clipping": ("--placement", "host", "--clipping", "0"),
-    "share": ("--placement", "host", "--host-update-ratio", "0.5"),
-    "nvme": ("--placement", "nvme"),
-    "compact": ("--placement", "nvme", "--state-layout", "compact"),
-}
-
-
-@pytest.mark.parametrize("name", list(OPTIONS))
-def test_the_planned_bytes_are_those_of_the_engine(name: str, tmp_path: Path) -> None:
-    large_model, machine = module("large_model"), module("gpu_machine")
-    args = large_model.parse_arguments(["--device", "cpu", "--parameters", "300K", *OPTIONS[name]])
+@pytest.mark.parametrize("options", [("nvme",), ("auto",), ("host", "--state-layout", "compact")])
+def test_models_are_as_large_as_they_may_be(options: tuple[str, ...], tmp_path: Path) -> None:
+    fitting, large_model = module("fitting"), module("large_model")
+    args = large_model.parse_arguments(["--device", "cuda", "--placement", *options])
     settings = large_model.config(args, str(tmp_path))
-    model = large_model.build_model(large_model.model_size(args), settings)
-    engine = offloadzero.initialize(model=model, config=settings)[0]
-    plan = engine.optimizer.runtime.plan
-    found = machine.planned_bytes(settings, 300_000)
-    assert found == {tier.value: plan.tier_bytes(tier) for tier in TierName}
-    assert sum(found.values()) > 0
-    engine.close()
-
-
-def test_models_are_as_large_as_they_may_be(tmp_path: Path) -> None:
-    machine, large_model = module("gpu_machine"), module("large_model")
-    args = large_model.parse_arguments(["--device", "cuda", "--placement", "nvme"])
-    settings = large_model.config(args, str(tmp_path))
-    gib = 1 << 30
-    allowed = machine.Limits(host=100 * gib, nvme=50 * gib, device=100 * gib)
-    found = machine.largest_that_fits(settings, allowed, at_most=7_200_000_000)
-    planned = machine.planned_bytes(settings, found)
-    assert 44 * gib < planned["nvme"] <= 50 * gib
-    assert not machine.fits(machine.planned_bytes(settings, int(found / 0.95)), allowed)
-    assert machine.largest_that_fits(settings, allowed, at_most=1_000_000_000) == 1_000_000_000
-    for tier in ("host", "nvme", "device"):
-        limits = {"host": planned["host"], "nvme": planned["nvme"], "device": planned["device"]}
-        assert machine.fits(planned, machine.Limits(**limits))
-        assert not machine.fits(planned, machine.Limits(**{**limits, tier: planned[tier] - 1}))
-    together = machine.Limits(host=planned["host"] + planned["device"], nvme=planned["nvme"], device=None)
-    assert machine.fits(planned, together)
-    assert not machine.fits(planned, machine.Limits(together.host - 1, together.nvme, None))
+    settings["offloadzero"]["budgets"] = {"host": 40 * GIB, "device": 30 * GIB, "nvme": 50 * GIB}
+    found = fitting.largest_that_fits(settings, at_most=40_000_000_000)
+    assert 2e9 < found < 20e9
+    assert fitting._fits(settings, found)
+    assert not fitting._fits(settings, int(found * 1.04))
+    assert fitting.largest_that_fits(settings, at_most=1_000_000_000) == 1_000_000_000
+    settings["offloadzero"]["budgets"] = {"host": 1, "device": 1, "nvme": 1}
     with pytest.raises(ValueError, match="no size"):
-        machine.largest_that_fits(settings, machine.Limits(1, 1, 1), at_most=1_000_000)
+        fitting.largest_that_fits(settings, at_most=1_000_000)
 
 
 def test_a_drive_that_is_slow_gets_a_smaller_model() -> None:
-    largest = module("gpu_machine").largest_in_time
+    largest = module("fitting").largest_in_time
     # 4 x 12 bytes read at 2 GB/s and written at 1: 72 ns per parameter.
     assert largest(bytes_per_param=12, read_gbps=2, write_gbps=1, num_steps=3, seconds=72) == 1_000_000_000
 
 
 def test_what_a_drive_gives_is_measured_and_nothing_stays(tmp_path: Path) -> None:
-    read_gbps, write_gbps = module("gpu_machine").drive_gbps(tmp_path, num_bytes=128 << 20)
+    read_gbps, write_gbps = module("fitting").drive_gbps(tmp_path, num_bytes=128 << 20)
     assert 0 < read_gbps < 1000
     assert 0 < write_gbps < 1000
     assert os.listdir(tmp_path) == []
 
 
-# --- what is missing ---
+# --- the machine ---
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_a_machine_does_not_show_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may get its memory as it uses it; an engine goes by what it shows."""
     machine = module("gpu_machine")
-    assert machine.missing_to_run() == machine.missing_to_test() == machine.missing_to_build() == []
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(machine.sysconfig, "get_config_var", lambda _: None)
-    assert [found.name for found in machine.missing_to_build()] == ["a C++17 compiler", "Python.h"]
-    find_spec = importlib.util.find_spec
-    absent = {"numpy", "pytest"}
-    monkeypatch.setattr(
-        machine.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name)
+    monkeypatch.setattr(machine, "GIB", 1 << 20)
+    monkeypatch.setattr(machine, "LEAST_FREE", 1 << 20)
+    monkeypatch.setattr(machine, "PATIENCE_S", 0.1)
+    shown = [64 << 20]
+    monkeypatch.setattr(probe, "available_host_bytes", lambda: shown[0])
+    assert machine.take_memory(32 << 20, seconds=5) == 0, "it is there"
+    assert machine.take_memory(80 << 20, seconds=5) == 80 << 20
+    shown[0] = 1 << 20
+    assert machine.take_memory(80 << 20, seconds=5) == 0, "there is no more"
+    monkeypatch.setattr(machine, "PATIENCE_S", 60.0)
+    begun_s = time.monotonic()
+    assert machine.take_memory(80 << 20, seconds=0.2) == 0
+    assert time.monotonic() - begun_s < 5
+
+
+def test_modules_that_lie_there_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, commands = module("gpu_machine"), []
+    assert machine.make_modules() == "used as they are"
+    monkeypatch.setattr(machine, "NATIVE_MODULES", ("native._no_such",))
+    monkeypatch.setattr(machine.subprocess, "run", lambda command, **_: commands.append(command))
+    with pytest.raises(ModuleNotFoundError, match="_no_such"):  # the stand-in builds nothing
+        machine.make_modules()
+    assert commands[0][1:] == [str(ROOT / "setup.py"), "--quiet", "build_ext", "--inplace", "--force"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    done = run_gpu("first", "--out", str(tmp_path))
+    assert done.returncode == 3
+    assert done.stderr.endswith(
+        f"missing: a CUDA device: torch {torch.__version__} finds none; --device cpu needs none\n"
     )
-    assert [found.name for found in machine.missing_to_run()] == ["numpy"]
-    assert [found.name for found in machine.missing_to_test()] == ["pytest"]
-    assert sys.executable in str(machine.missing_to_test()[0])
-    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
-    assert str(machine.missing_to_run()[1]) == f"torch 2.8 or later: {sys.executable} has 2.7.1+cu128"
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    assert [found.name for found in machine.missing_native_modules()] == NATIVE_MODULES
-
-
-@pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device")
-def test_without_a_device_it_says_so_and_keeps_what_is_done(tmp_path: Path) -> None:
-    (tmp_path / "build.json").write_text(json.dumps({"part": "build", "status": "failed (status 1)"}))
-    done = run_gpu("host", "report", "--out", str(tmp_path))
-    assert done.returncode == 3, done.stderr
-    assert f"no CUDA device: torch {torch.__version__}" in done.stdout
-    assert "--device cpu" in done.stdout
-    assert "build: failed" in (tmp_path / "report.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason", "line"),
-    [
-        (["build", "host"], None, "CUDA device: a device"),
-        (["build", "host"], "there is none", "no CUDA device (there is none): host will not be run"),
-        (["build", "tests"], "there is none", "no CUDA device (there is none): what is asked for needs none"),
-        (
-            [],
-            "there is none",
-            "no CUDA device (there is none): gpu-tests, device, host, auto, nvme, compact will not be run; "
-            "--device cpu runs device, host, auto, nvme, compact on the CPU",
-        ),
-        (
-            ["gpu-tests", "host", "--device", "cpu"],
-            None,
-            "the CPU is the device, as --device cpu asks: gpu-tests will not be run",
-        ),
-    ],
-)
-def test_its_first_line_says_what_device_there_is(
-    arguments: list[str],
-    reason: str | None,
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    gpu, machine = module("gpu"), module("gpu_machine")
-    monkeypatch.setattr(machine, "why_no_cuda", lambda: reason)
-    monkeypatch.setattr(machine, "cuda_name", lambda: "a device")
-    monkeypatch.setattr(gpu, "run_part", lambda name, _: print(f"== {name}") or gpu.OK)
-    main_of(monkeypatch, *arguments, "--out", str(tmp_path))
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(line)
-    assert said[1].startswith("== ")
-
-
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    done = run_gpu("hots", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert "no such part: hots; the parts are build, tests" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nvme", "--parameters", "2X"], "argument --parameters: '2X': a positive number, K, M or B behind it: 20M"),
-        (["nvme", "--parameters", "-1"], "argument --parameters: '-1': a positive number, K, M or B behind it"),
-        (["nvme", "--parameters", "infB"], "argument --parameters: 'infB': a positive number"),
-        (["nvme", "--parameters", "900B"], "--parameters: no size has 900,000,000,000 parameters or a little less"),
-        (["nvme", "--largest", "1"], "--largest: no size has 1 parameters or a little less"),
-        (["nvme", "--memory", "110GB"], "argument --memory: '110GB': a positive number, GiB behind it or bytes"),
-        (["nvme", "--nvme-dir", "nowhere"], "--nvme-dir: {}/nowhere is not a directory"),
+        (["frist"], "no such thing: frist; there are first, second, modules, memory, rates, large"),
+        (["first", "--parameters", "2X"], "argument --parameters: '2X': a positive number, K, M or B behind it: 20M"),
+        (["first", "--memory", "110GB"], "argument --memory: '110GB': a positive number, GiB behind it or bytes"),
+        (["first", "--nvme-dir", "nowhere"], "--nvme-dir: {}/nowhere is not a directory"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "out"
+def test_what_cannot_be_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / given) if given == "nowhere" else given for given in arguments]
-    with pytest.raises(SystemExit) as caught:
-        main_of(monkeypatch, *arguments, "--device", "cpu", "--out", str(out))
-    assert caught.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"gpu.sh: error: {words.format(tmp_path)}")
-    assert not out.exists()
-
-
-def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
-    done = run_gpu("report", "--out", str(tmp_path / "out"))
+    done = run_gpu(*arguments, "--device", "cpu", "--out", str(tmp_path / "out"))
     assert done.returncode == 2
-    assert done.stderr == f"gpu.sh: error: no part has left anything in {tmp_path / 'out'}\n"
-    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"gpu.sh: error: {words.format(tmp_path)}")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_does_not_fit_is_no_traceback(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "large_model.py"),
-        "--device",
-        "cpu",
-        "--parameters",
-        "300K",
-    ]
-    command += ["--host-budget", "4096", "--nvme-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("large_model.py: error: offloadzero.budgets.host: ")
-    assert "Traceback" not in done.stderr
-    assert os.listdir(tmp_path) == []
+# --- processes ---
 
 
-# --- building ---
+def run_process(script: str, log: Path, *, seconds: float = 60.0) -> tuple[str, list[Mapping[str, Any]]]:
+    told: list[Mapping[str, Any]] = []
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    end_s = time.monotonic() + seconds
+    status = module("gpu_process").run_process(command, end_s=end_s, tell=told.append, log=log)
+    assert time.monotonic() < end_s + 2
+    return status, told
 
 
-def test_a_compiler_is_enough_to_build(tmp_path: Path) -> None:
-    builder = module("gpu_build")
-    names = sorted(extension.name for extension in builder.extensions())
-    assert names == NATIVE_MODULES
-    compiler = module("gpu_machine").compiler()
-    commands: list[list[str]] = []
-    builder.build(compiler, target=tmp_path / "all", run=lambda command: record(commands, command))
-    sources = {Path(command[command.index("-c") + 1]).name for command in commands if "-c" in command}
-    assert sources == {path.name for path in (ROOT / "csrc").glob("*/*.cpp")}
-    (made,) = builder.build(compiler, only=["_termination"], target=tmp_path)
-    loader = importlib.machinery.ExtensionFileLoader("_termination", str(made))
-    spec = importlib.util.spec_from_loader("_termination", loader)
-    assert spec is not None
-    assert callable(importlib.util.module_from_spec(spec).add)
-    assert builder.build(compiler, only=["_termination"], target=tmp_path) == []
-    os.utime(made, (0, 0))
-    assert builder.build(compiler, only=["_termination"], target=tmp_path) == [made]
-    with pytest.raises(builder.BuildError, match="no-such-flag"):
-        builder.build(f"{compiler} --no-such-flag", only=["_termination"], target=tmp_path / "other")
+def test_lines_of_json_are_told_and_the_rest_is_logged(tmp_path: Path) -> None:
+    script = "import sys; print('{\"a\": 1}'); print('[2]'); print('said'); sys.exit('why')"
+    status, told = run_process(script, tmp_path / "log")
+    assert (status, told) == ("exit status 1", [{"a": 1}])
+    assert sorted((tmp_path / "log").read_text().split()) == ["[2]", "said", "why"]
+    assert run_process("pass", tmp_path / "log") == ("ok", [])
+    assert run_process("pass", tmp_path / "log", seconds=0.5) == ("not begun: no time was left", [])
+    status, told = run_process(
+        "import os; print('{}', flush=True); os.kill(os.getpid(), 9)", tmp_path / "log"
+    )
+    assert (status, told) == ("killed by signal 9", [{}])
 
 
-def record(commands: list[list[str]], command: list[str]) -> None:
-    commands.append(command)
-    Path(command[command.index("-o") + 1]).write_text("")
-
-
-# --- deadlines ---
-
-
-def test_a_deadline_ends_a_process_and_its_children(tmp_path: Path) -> None:
-    process = module("gpu_process")
+def test_a_deadline_ends_a_process_that_ignores_it_and_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    script = (
-        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        f"open({str(pid_file)!r}, 'w').write(str(child.pid)); print('begun', flush=True); child.wait()"
-    )
-    done = process.run_process([sys.executable, "-c", script], deadline=process.Deadline(process.GRACE_S + 3))
-    assert done.timed_out
-    assert done.stdout == "begun\n"
+    script = f"""
+        import signal, subprocess, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open({str(pid_file)!r}, "w").write(str(child.pid))
+        print("{{}}", flush=True)
+        while True:
+            child.wait()
+    """
+    assert run_process(script, tmp_path / "log", seconds=8) == ("timed out", [{}])
     assert is_gone(int(pid_file.read_text()))
-    quick = process.run_process(
-        [sys.executable, "-c", "import sys; print('out'); sys.exit('err')"], deadline=process.Deadline(60)
-    )
-    assert (quick.status, quick.stdout, quick.stderr) == (1, "out\n", "err\n")
-
-
-def test_sigterm_ends_what_runs(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pids")
-    test = tmp_path / "test_forever.py"
-    test.write_text(
-        f"import os, time\ndef test_a():\n    open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid()))\n"
-        "    time.sleep(600)\n"
-    )
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "tests",
-        "--out",
-        str(tmp_path / "out"),
-        "--test-files",
-        str(test),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    pid = int((tmp_path / "pids").read_text())  # waits until the test is there
-    process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
-    assert is_gone(pid)
-    assert json.loads((tmp_path / "out" / "tests.json").read_text())["status"].startswith("SystemExit")
 
 
 def is_gone(pid: int) -> bool:
@@ -337,149 +201,238 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_each_file_of_tests_has_a_result_of_its_own(tmp_path: Path) -> None:
-    tests, process = module("gpu_tests"), module("gpu_process")
-    texts = {
-        "good": "def test_a(): pass\ndef test_b():\n    import pytest\n    pytest.skip('no')",
-        "bad": "def test_a(): pass\ndef test_b(): assert 1 == 2",
-        "extra": "import no_such_extra\ndef test_a(): pass",
-        "crash": "import os\ndef test_a(): os._exit(7)",
-        "none": "import pytest\n@pytest.mark.gpu\ndef test_a(): pass",
-    }
-    files = []
-    for name, text in texts.items():
-        path = tmp_path / f"test_{name}.py"
-        path.write_text(text)
-        files.append(str(path))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    results = tests.run_files(
-        files, marker="not gpu", num_processes=2, deadline=process.Deadline(100), log=tmp_path / "log"
-    )
-    assert [result.status for result in results] == ["passed", "failed", "left out", "failed", "left out"]
-    assert (results[0].num_tests, results[0].num_skipped, results[1].num_failed) == (2, 1, 1)
-    assert results[2].output == "needs no_such_extra"
-    assert "assert 1 == 2" in results[1].output
-    assert "assert 1 == 2" in (tmp_path / "log").read_text()
-    found = tests.summary(results)
-    assert (found["num_tests"], found["num_failed"], found["files failed"]) == (4, 1, 2)
-    (late,) = tests.run_files(
-        files[:1], marker="not gpu", num_processes=1, deadline=process.Deadline(-1), log=tmp_path / "log"
-    )
-    assert late.status == "not reached"
+# --- slices ---
+
+GOOD = "print('{\"found\": 1}', flush=True)"
+BAD = {
+    "fails": f"{GOOD}; raise RuntimeError('the whole story')",
+    "stalls": f"{GOOD}; import time; time.sleep(600)",
+    "is killed": f"{GOOD}; import os; os.kill(os.getpid(), 9)",
+}
+STATUS = {"fails": "exit status 1", "stalls": "timed out", "is killed": "killed by signal 9"}
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_a_slice_costs_its_own_results(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It shares the time: what one leaves is the next one's."""
+    gpu = module("gpu")
+
+    def slice_of(name: str, script: str, seconds: float) -> Any:
+        run = gpu.Run("", [sys.executable, "-c", script])
+        return gpu.Slice(name, seconds, lambda *_: iter([run]))
+
+    parts = (slice_of("one", GOOD, 8), slice_of("two", BAD[what], 2), slice_of("three", GOOD, 8))
+    monkeypatch.setitem(gpu.SETS, "first", parts)
+    begun_s = time.monotonic()
+    assert main_of(monkeypatch, "first", "--device", "cpu", "--out", str(tmp_path)) == 1
+    assert time.monotonic() - begun_s < 18
+    found = json.loads((tmp_path / "first.json").read_text())["slices"]
+    assert [found[name]["found"] for name in ("one", "two", "three")] == [1, 1, 1]
+    assert [found[name]["status"] for name in ("one", "two", "three")] == ["ok", STATUS[what], "ok"]
+    said = capsys.readouterr().out
+    assert f"FAILED two: {STATUS[what]}" in said
+    assert (tmp_path / "first.md").read_text() in said
+    if what == "fails":
+        assert "Traceback" in found["two"]["error"]
+        assert "FAILED two: exit status 1: RuntimeError: the whole story" in said
+
+
+def test_an_error_of_a_slice_of_our_own_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of a slice follow from what it has found so far."""
+    gpu = module("gpu")
+
+    def runs(_: Any, found: dict[str, Any]) -> Any:
+        yield gpu.Run("named", [sys.executable, "-c", GOOD])
+        assert found["runs"]["named"] == {"found": 1, "status": "ok"}
+        raise OSError("no such program")
+
+    good = gpu.Slice("good", 8, lambda *_: iter([gpu.Run("", [sys.executable, "-c", GOOD])]))
+    monkeypatch.setitem(gpu.SETS, "first", (gpu.Slice("one", 8, runs), good))
+    assert main_of(monkeypatch, "first", "--device", "cpu", "--out", str(tmp_path)) == 1
+    found = json.loads((tmp_path / "first.json").read_text())["slices"]
+    assert found["one"]["status"] == "OSError: no such program"
+    assert "Traceback" in found["one"]["error"]
+    assert found["good"]["status"] == "ok"
+
+
+def test_sigterm_ends_what_runs(tmp_path: Path) -> None:
+    """And what was found by then is in the file."""
+    os.mkfifo(tmp_path / "pids")
+    tell_pid = f"open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid()))"
+    stalling = f"{GOOD}; import os, time; {tell_pid}; time.sleep(600)"
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+        import gpu
+        runs = lambda *_: iter([gpu.Run("", [sys.executable, "-c", {stalling!r}])])
+        gpu.SETS["first"] = (gpu.Slice("one", 100, runs),)
+        sys.argv = ["gpu.py", "first", "--device", "cpu", "--out", {str(tmp_path / "out")!r}]
+        sys.exit(gpu.main())
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
+    pid = int((tmp_path / "pids").read_text())  # waits until it is there
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert is_gone(pid)
+    assert json.loads((tmp_path / "out" / "first.json").read_text())["slices"]["one"]["found"] == 1
 
 
 # --- the report ---
 
 
-def result(step_s: float, flops: float, **lanes_s: float) -> dict[str, Any]:
+def run_of(step_s: float, **more: Any) -> dict[str, Any]:
     return {
+        "status": "ok",
         "num_params": 7_000_000_000,
         "median_step_s": step_s,
-        "tokens_per_s": 100.0,
-        "tflops": flops / step_s / 1e12,
-        "flops_per_step": flops,
-        "lanes_s": lanes_s,
-        "waits_s": {"fetch": 0.25, "update": 0.5},
-        "efficiency": 0.875,
-        "reserved_bytes": {"device": 1 << 30, "host": 3 << 30},
+        "tokens_per_s": 16384 / step_s,
+        "flops_per_step": 8e14,
+        "tflops": 800 / step_s,
+        **more,
     }
 
 
-def test_the_bound_is_the_slowest_lane_or_the_baseline(tmp_path: Path) -> None:
+def whole(**slices: Any) -> dict[str, Any]:
+    """What a run finds in which all goes well, but for `slices`."""
+    waits = {"fetch": 0.25, "update": 0.5}
+    lanes = {"compute": 2.4, "h2d": 1.0, "update": 1.5}
+    planned = {"forecast": {"seconds": 2.25, "lane": "compute"}, "lanes_s": lanes, "waits_s": waits}
+    gap = {"us": 50.0, "at_us": 1000.0, "before": "kernel", "meanwhile": ["cudaEventSynchronize 40 us"] * 3}
+    found = {
+        "modules": {"modules": "used as they are", "machine": {"device": "H200", "host_gib": 110.0}},
+        "memory": {},
+        "right": {
+            "triton": "the host kernel's bits",
+            "cases": {f"case {n}": {"problem": None, "of_torch": 1e-4 * n} for n in range(8)},
+            "runs": {"memcheck": {"status": "ok"}},
+        },
+        "rates": {"rates": {"matmul_tflops": 800.0, "h2d_gbps": 55.0}},
+        "fast": {
+            "runs": {
+                "host, clipping": run_of(2.5, **planned),
+                "computation alone": run_of(2.0),
+                "host, no clipping": run_of(2.2, **planned),
+            }
+        },
+        "where": {
+            "gaps": [gap] * 10,
+            "per_unit": {"launches": 120.0},
+            "hooks": {"_enter": {"calls": 10, "us": 900.0}},
+            "num_units": 10,
+            "step_us": 1e6,
+            "idle_us": 1e5,
+        },
+    }
+    return {
+        "slices": {name: {"status": "ok", **one} for name, one in {**found, **slices}.items()},
+        "seconds": 250.0,
+    }
+
+
+def test_the_table_says_what_was_found() -> None:
+    text = module("gpu_report").text_of(whole())
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert lines[0] == "machine: device H200, host_gib 110.0"
+    assert "right: 8 of 8 trainings, at most 7.0e-04 from plain torch" in text
+    assert "memcheck: ok" in text
+    assert "rates: matrix product 800 TFLOPS, h2d 55.0" in text
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    host = dict(zip(table[0], table[2], strict=True))
+    assert host == {
+        "run": "host, clipping",
+        "parameters": "7B",
+        "s/step": "2.500",
+        "forecast": "2.250 (compute)",
+        "tokens/s": "6,554",
+        "TFLOPS 8P": "320",
+        "6P": "240",
+        "of matmul": "40.0%",
+        "of alone": "80.0%",
+        "bound s": "2.000",
+        "by": "T_compute",
+        "overlap": "80.0%",
+    }
+    assert "waits, host, clipping: update 500 ms, fetch 250 ms" in text
+    assert "where: a step of 1000.0 ms, idle 10.0%; per unit: launches 120.0" in text
+    assert "hooks, us per unit: _enter 90" in text
+    assert text.count("idle 50 us at 1.0 ms before kernel: cudaEventSynchronize") == 10
+    assert lines[-1] == "250 s in all; all went well"
+
+
+def test_the_table_stays_short_where_all_fails() -> None:
     report = module("gpu_report")
-    parts = {
-        "device": [{"name": "device", "status": "ok", "result": result(2.0, 8e15, compute=2.0)}],
-        "host": [
-            {"name": "host", "status": "ok", "result": result(2.5, 8e15, compute=2.4, h2d=1.0, update=1.5)},
-            {"name": "host, no clipping", "status": "timed out after 200 s", "error": "..."},
-        ],
-        "nvme": [
-            {"name": "nvme", "status": "ok", "result": result(10.0, 4e15, **{"compute": 1, "nvme read": 8})}
-        ],
+    wrong = {f"case {n}": {"problem": "not bitwise", "of_torch": 1.0} for n in range(32)}
+    failed = {
+        name: {"status": "exit status 1", "error": "Traceback\nlong\nValueError: why"} for name in "abcdefgh"
     }
-    for name, runs in parts.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"part": name, "status": "ok", "runs": runs}))
-    (tmp_path / "auto.json").write_text("{")
-    text = report.write_report(tmp_path, ["build", "device", "host", "auto", "nvme"])
-    written = json.loads((tmp_path / "report.json").read_text())
-    device, host, late, nvme = written["runs"]
-    assert (device["bound_lane"], device["bound_s"]) == ("T_compute", 2.0)
-    assert (host["bound_lane"], host["bound_s"]) == ("T_compute", 2.0)
-    assert host["overlap_efficiency"] == pytest.approx(0.8)
-    assert host["of_device_resident"] == pytest.approx(0.8)
-    assert (nvme["bound_lane"], nvme["bound_s"], nvme["overlap_efficiency"]) == ("nvme read", 8, 0.8)
-    assert nvme["of_device_resident"] == pytest.approx(0.1)
-    assert "bound_s" not in late
-    assert "auto: unreadable" in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 6
-    assert len({len(row) for row in rows}) == 1
-    assert "timed out after 200 s" in rows[4]
-    assert "update 0.500 s" in rows[3]
-    cells = [cell.strip() for cell in rows[3].split("|")]
-    assert cells[1:4] == ["host", "7.00B", "2.500"]
-    assert cells[9:13] == ["80.0%", "87.5%", "30.0%", "update 0.500 s"]
-    assert cells[-4:-1] == ["1.00", "3.00", "0.00"]
+    text = report.text_of(whole(right={"cases": wrong, "status": "exit status 1"}, **failed))
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, text.splitlines())) <= 170
+    assert "right: 0 of 32" in text
+    assert "WRONG: case 0: not bitwise" in text
+    assert text.count("ValueError: why") == len(failed)
+    assert "not all went well" in text
+    assert report.text_of({"slices": {}}) == "\n"
+    unfinished = {"fast": {"status": "timed out", "runs": {"host, clipping": {"status": "timed out"}}}}
+    assert "| host, clipping | " in report.text_of({"slices": unfinished})
 
 
-def machine_of(device: str, **others: Any) -> dict[str, Any]:
-    return {"date": "2026-01-01", "device": device, "torch": "2.13.0", "cores": 8, **others}
-
-
-def report_of(tmp_path: Path, machines: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Text and JSON; each part has one run of its own name, of 1, 2, ... seconds."""
-    for number, (name, machine) in enumerate(machines.items(), 1):
-        run = {"name": name, "status": "ok", "result": result(float(number), 8e15, compute=0.5)}
-        part = {"part": name, "status": "ok", "machine": machine, "runs": [run]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(part))
-    text = module("gpu_report").write_report(tmp_path, list(machines))
-    return text, json.loads((tmp_path / "report.json").read_text())
-
-
-def test_machines_are_told_apart(tmp_path: Path) -> None:
-    machines = {
-        "device": machine_of("H200"),
-        "host": machine_of("cpu"),
-        "nvme": machine_of("H200", date="other"),
-    }
-    text, written = report_of(tmp_path, machines)
-    names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
-    assert names == ["device [A]", "host [B]", "nvme [A]"]
-    header = text.partition("|")[0]
-    first, second = header.index("Machine A: device, nvme\n"), header.index("Machine B: host\n")
-    assert first < header.index("- device: H200") < second < header.index("- device: cpu")
-    # Another machine's baseline is none.
-    device, host, nvme = written["runs"]
-    assert "of_device_resident" not in host
-    assert "bound_s" not in host
-    assert (device["of_device_resident"], nvme["of_device_resident"]) == (1.0, pytest.approx(1 / 3))
-    assert "the fastest run of the part device: device [A]." in text
-
-
-def test_one_machine_has_no_letter_and_its_baseline_is_named(tmp_path: Path) -> None:
-    later = {"date": "2026-01-02", "host memory available": "3 GiB"}
-    text, _ = report_of(tmp_path, {"device": machine_of("H200"), "host": machine_of("H200", **later)})
-    names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
-    assert names == ["device", "host"]
-    assert "Machine" not in text
-    assert text.count("- device: H200") == 1
-    assert "- date: 2026-01-01" in text
-    assert "T_compute and 'of device-resident' are by the fastest run of the part device: device." in text
-
-
-def test_where_the_device_is_the_cpu_its_cores_take_the_place_of_the_baseline() -> None:
+def test_where_the_device_is_the_cpu_its_cores_take_the_place_of_the_computation_alone() -> None:
     bound = module("gpu_report").bound
-    assert bound(result(2.0, 8e15, compute=1.9, cores=1.5, **{"nvme read": 1.0}), 1e15) == ("cores", 1.5)
-    assert bound(result(2.0, 8e15, compute=1.9, h2d=1.5), None) == ("h2d", 1.5)
-    assert bound(result(2.0, 8e15, compute=1.9), None) is None
+    lanes = {"compute": 1.9, "cores": 1.5, "nvme read": 1.0}
+    assert bound(run_of(2.0, lanes_s=lanes), 1e15) == ("cores", 1.5)
+    assert bound(run_of(2.0, lanes_s={"compute": 1.9, "h2d": 1.5}), None) == ("h2d", 1.5)
+    assert bound(run_of(2.0, lanes_s={"compute": 1.9}), None) is None
 
 
-# --- the parts, on the CPU ---
+# --- where the time goes ---
+
+
+def event(name: str, start: float, end: float, category: str = "kernel", **more: Any) -> dict[str, Any]:
+    return {"name": name, "ts": start, "dur": end - start, "cat": category, "tid": 1, "args": more}
+
+
+def test_gaps_of_the_stream_that_computes(tmp_path: Path) -> None:
+    where = module("gpu_where")
+    events = [
+        event("a", 100, 150, stream=7),
+        event("inside a", 110, 120, stream=7),
+        event("b", 180, 300, stream=7),
+        event("c", 301, 400, stream=7),
+        event("copy", 150, 180, stream=9),
+        event("cudaEventSynchronize", 140, 170, "cuda_runtime"),
+        event("cudaLaunchKernel", 170, 172, "cuda_runtime"),
+        event("cudaLaunchKernel", 175, 176, "cuda_runtime"),
+    ]
+    longest, short = where.longest_gaps(events)
+    assert longest == {
+        "us": 30,
+        "at_us": 50,
+        "before": "b",
+        "meanwhile": ["cudaEventSynchronize 20 us", "cudaLaunchKernel 3 us"],
+    }
+    assert (short["us"], short["before"], short["meanwhile"]) == (1, "c", [])
+    assert where.per_unit(events, 2) == {"cudaEventSynchronize": 0.5, "launches": 1.0}
+    where.save_trace(events, tmp_path / "small.json.gz")
+    whole_size = (tmp_path / "small.json.gz").stat().st_size
+    many = [event(f"{n * 7919 % 10007}", n, n + n % 5) for n in range(20_000)]
+    where.MAX_TRACE_BYTES, most = 20 * whole_size, where.MAX_TRACE_BYTES
+    try:
+        where.save_trace(many, tmp_path / "large.json.gz")
+    finally:
+        where.MAX_TRACE_BYTES = most
+    assert whole_size < (tmp_path / "large.json.gz").stat().st_size <= 20 * whole_size
+
+
+# --- whole runs, on the CPU ---
 
 
 def run_gpu(*arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -494,70 +447,151 @@ def main_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(gpu, "end_with_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     monkeypatch.chdir(ROOT)
-    for name, value in (
-        ("PYTHONPATH", str(ROOT)),
-        ("PYTHONUNBUFFERED", "1"),
-        ("OMP_WAIT_POLICY", "passive"),
-        ("OMP_NUM_THREADS", "1"),
-    ):
-        monkeypatch.setenv(name, value)
+    for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     status: int = gpu.main()
     return status
 
 
-def test_a_part_runs_with_the_cpu_as_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FIRST = ("modules", "memory", "right", "rates", "fast", "where")
+
+
+def test_slices_run_with_the_cpu_as_the_device(tmp_path: Path) -> None:
     files, out = tmp_path / "drive", tmp_path / "out"
     files.mkdir()
-    runs = module("gpu").RUNS["nvme"]
-    assert [("--clipping" in options) for _, options in runs] == [False, True]
-    monkeypatch.setitem(module("gpu").RUNS, "nvme", runs[1:])
-    arguments = [
-        "nvme",
-        "report",
-        "--device",
-        "cpu",
-        "--parameters",
-        "300K",
-        "--steps",
-        "3",
-        "--seq-len",
-        "16",
-    ]
-    assert main_of(monkeypatch, *arguments, "--out", str(out), "--nvme-dir", str(files)) == 0
-    (run,) = json.loads((out / "report.json").read_text())["runs"]
-    assert (run["name"], run["status"]) == ("nvme, no clipping", "ok")
-    assert run["bound_s"] > 0
-    assert run["result"]["reserved_bytes"]["nvme"] > 10 * run["result"]["num_params"]
-    assert run["result"]["clipping"] == 0.0
-    assert "| nvme, no clipping |" in (out / "report.md").read_text()
+    names = FIRST if IN_FULL else ("rates", "nvme", "where")
+    options = ("--device", "cpu", "--parameters", "900K", "--seq-len", "16", "--nvme-dir", str(files))
+    done = run_gpu(*(("first",) if IN_FULL else names), *options, "--out", str(out), timeout_s=320)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = {}
+    for path in out.glob("*.json"):
+        found |= json.loads(path.read_text()).get("slices", {})
+    assert sorted(found) == sorted(names)
+    assert {one["status"] for one in found.values()} == {"ok"}
+    runs = {name: run for one in found.values() for name, run in one.get("runs", {}).items()}
+    assert sorted(runs) == sorted(
+        ["host, clipping", "computation alone", "host, no clipping"] if IN_FULL else ["nvme"]
+    )
+    for name, run in runs.items():
+        assert len(run["step_s"]) > 1
+        assert ("seconds" in run.get("forecast", {})) == (name != "computation alone"), run.get("forecast")
+    assert found["where"]["hooks"]["_SiteForward._enter"]["calls"] > 0
+    assert len(done.stdout.partition("machine: ")[2].splitlines()) <= 40
     assert os.listdir(files) == []
 
 
-def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, process = module("gpu"), module("gpu_process")
-    good = json.dumps(result(2.0, 8e15, compute=2.0))
-    outcomes = iter(
-        [
-            process.Finished(None, "", "step 0\nstep 1", 200.0),
-            process.Finished(0, good, "", 5.0),
-            process.Finished(2, "", "what it said", 1.0),
-        ]
+# Of each process of a run: the file of the package's or of Python's in which it is held up, and the function there.
+PLACES = {
+    "modules": ("gpu_machine.py", "platform", "release"),
+    "right": ("gpu_right.py", "offloadzero.memory.device", "CpuDevice.copy"),
+    "rates": ("gpu_rates.py", "offloadzero.memory.device", "CpuDevice.copy"),
+    "fast": ("large_model.py", "offloadzero.memory.device", "CpuDevice.copy"),
+    "where": ("gpu_where.py", "offloadzero.memory.device", "CpuDevice.copy"),
+}
+SITE = """
+import importlib, sys, threading, time
+
+SCRIPT, MODULE, NAME, WHAT = {fault!r}
+
+def spoil():
+    while MODULE not in sys.modules or not hasattr(sys.modules[MODULE], NAME.split(".")[0]):
+        time.sleep(0.01)
+    *owners, last = NAME.split(".")
+    owner = sys.modules[MODULE]
+    for one in owners:
+        owner = getattr(owner, one)
+    original, calls = getattr(owner, last), []
+
+    def spoiled(*arguments, **keys):
+        calls.append(None)
+        if len(calls) > (0 if MODULE == "platform" else 40):
+            if WHAT == "stalls":
+                time.sleep(1000)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return original(*arguments, **keys)
+
+    setattr(owner, last, spoiled)
+
+if any(one.endswith(SCRIPT) for one in sys.orig_argv):
+    threading.Thread(target=spoil, daemon=True).start()
+"""
+SCALED = """
+import sys
+from dataclasses import replace
+
+sys.path.insert(0, {benchmarks!r})
+import gpu
+
+gpu.SETS["first"] = tuple(replace(one, seconds=one.seconds * {scale}) for one in gpu.SETS["first"])
+sys.exit(gpu.main())
+"""
+SCALE = 0.6  # of the slices' times: a model of 900,000 parameters takes seconds
+
+
+def start_first(out: Path, **environment: str) -> subprocess.Popen[str]:
+    """Begin a run of all slices, with shorter times."""
+    script = SCALED.format(benchmarks=str(ROOT / "benchmarks"), scale=SCALE)
+    options = ["first", "--device", "cpu", "--parameters", "900K", "--seq-len", "16"]
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *options, "--out", str(out), "--nvme-dir", str(out.parent)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
-    commands: list[list[str]] = []
 
-    def run(command: list[str], *, deadline: Any) -> Any:
-        assert 100 < deadline.left_s() < 460
-        commands.append(command)
-        return next(outcomes)
 
-    monkeypatch.setattr(gpu, "run_process", run)
-    arguments = ["auto", "--device", "cpu", "--parameters", "300K", "--out", str(tmp_path)]
-    assert main_of(monkeypatch, *arguments) == gpu.FAILED
-    found = json.loads((tmp_path / "auto.json").read_text())
-    assert [run["status"] for run in found["runs"]] == ["timed out after 200 s", "ok", "failed (status 2)"]
-    assert found["runs"][0]["error"] == "step 0\nstep 1"
-    assert found["runs"][1]["result"]["median_step_s"] == 2.0
-    assert found["status"] == "not all runs went well"
-    budgets = [command[command.index("--device-budget") + 1] for command in commands[:2]]
-    assert budgets[0] == budgets[1]
-    assert "--host-update-ratio" in commands[2]
+def ended_first(process: subprocess.Popen[str], begun_s: float, out: Path) -> tuple[str, dict[str, Any]]:
+    """Wait for its end, which is in time, and return what it said and found."""
+    said, _ = process.communicate(timeout=400)
+    assert time.monotonic() - begun_s < 300 * SCALE + 10
+    assert len(said.partition("machine: ")[2].splitlines()) <= 40
+    return said, json.loads((out / "first.json").read_text())["slices"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IN_FULL, reason="in make campaign")
+@pytest.mark.parametrize("what", ["stalls", "fails"])
+@pytest.mark.parametrize("name", list(PLACES))
+def test_a_device_that_stalls_or_fails_in_a_slice(name: str, what: str, tmp_path: Path) -> None:
+    site, out = tmp_path / "site", tmp_path / "out"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE.format(fault=(*PLACES[name], what)))
+    begun_s = time.monotonic()
+    process = start_first(out, PYTHONPATH=str(site))
+    said, found = ended_first(process, begun_s, out)
+    assert process.returncode == 1
+    assert [one for one in FIRST if found[one]["status"] != "ok"] == [name], said
+    assert f"FAILED {name}: " in said
+    if what == "fails":
+        parts = [found[name], *found[name].get("runs", {}).values()]
+        assert any("CUDA error" in part.get("error", "") for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IN_FULL, reason="in make campaign")
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_a_process_that_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
+    out, drawn = tmp_path / "out", random.Random(seed)
+    begun_s = time.monotonic()
+    process = start_first(out)
+    killed: list[str] = []
+
+    def kill_one() -> None:
+        time.sleep(drawn.uniform(1.0, 60.0))
+        for children in Path("/proc").glob(f"{process.pid}/task/*/children"):
+            for pid in children.read_text().split():
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(int(pid), signal.SIGKILL)
+                    killed.append(pid)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    said, found = ended_first(process, begun_s, out)
+    killer.join()
+    assert list(found) == list(FIRST)
+    bad = [name for name in FIRST if found[name]["status"] != "ok"]
+    assert len(bad) == len(killed) <= 1, said
+    if bad:
+        assert "killed by signal 9" in found[bad[0]]["status"]
+        assert process.returncode == 1
