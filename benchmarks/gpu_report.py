@@ -18,7 +18,7 @@ OWN_COMPUTE = "compute"  # the run's own lane: the step less its named waits
 BASELINE_COMPUTE = "T_compute"
 NUM_HOOKS = 4
 NUM_GAPS = 10
-WIDTH = 160
+WIDTH = 180
 Found = Mapping[str, Any]
 
 
@@ -143,7 +143,7 @@ def text_of(found: Found) -> str:
     slices = found["slices"]
     machine, rates = slices.get("modules", {}).get("machine", {}), slices.get("rates", {}).get("rates", {})
     facts = {
-        key: f"{value:.1f}" if isinstance(value, float) else str(value) for key, value in machine.items()
+        key: f"{value:.1f}" if isinstance(value, float) else value for key, value in machine.items() if value
     }
     lines = ["machine: " + ", ".join(f"{key} {value}" for key, value in facts.items())] if facts else []
     if "modules" in slices:
