@@ -3,9 +3,10 @@
 [Note: blocks that are traced alike]
 A trace takes time in proportion to its operations, and a search for a change asks for six of them. In a model of a
 shape all blocks are equal: with each, the log of a micro batch gets the same events once more in forward and once more
-in backward. Where they come in is seen in the logs of one and of two blocks. The log of three, which is traced as
-well, must be the one that follows; then the log of many is known to the last event. Where it is not, or other modules
-than all blocks are checkpointed, all blocks are traced.
+in backward. Where they come in is seen in the logs of two and of three blocks: a single one is both the first, which
+sends the tensors that all checkpointed blocks get, and the last. The log of four, which is traced as well, must be the
+one that follows; then the log of many is known to the last event. Where it is not, or other modules than all blocks are
+checkpointed, all blocks are traced.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import nn
 
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceLog, log_micro_batch, trace_of
 
-FEW = (1, 2, 3)
-MIN_BLOCKS = 8  # of fewer a trace is as fast
+FEW = (2, 3, 4)
+MIN_BLOCKS = 10  # of fewer a trace is as fast
 
 T = TypeVar("T")
 
@@ -52,9 +53,11 @@ def trace_blocks(
     container = next(iter(checkpointed), "").rpartition(".")[0]
     is_known = not checkpointed or set(checkpointed) == _names(container, num_blocks)
     if num_blocks >= MIN_BLOCKS and is_known:
-        one, two, three = (log(number, _names(container, number) if checkpointed else ()) for number in FEW)
-        if _grown(one, two, 2) == three:
-            found = _grown(one, two, num_blocks - FEW[0])
+        short, longer, check = (
+            log(number, _names(container, number) if checkpointed else ()) for number in FEW
+        )
+        if _grown(short, longer, 2) == check:
+            found = _grown(short, longer, num_blocks - FEW[0])
             if found is not None:
                 return trace_of(found)
     return trace_of(log(num_blocks, checkpointed))

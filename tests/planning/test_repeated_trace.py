@@ -18,15 +18,21 @@ BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "dtype", "is_checkpointed"),
-    each_pair(BLOCKS, ["64/9/4/101", "32/8/1/4000"], [torch.bfloat16, torch.float32], [True, False]),
+    ("kind", "sizes", "sequence", "dtype", "is_checkpointed"),
+    [
+        *each_pair(
+            BLOCKS, ["64/11/4/101", "32/10/1/4000"], [9], [torch.bfloat16, torch.float32], [True, False]
+        ),
+        # So long, the tables of rotary positions are inputs that leave the device, with the first block's.
+        ("llama", "64/11/4/101", 257, torch.bfloat16, True),
+    ],
 )
 def test_it_is_the_trace_of_all_blocks(
-    kind: str, sizes: str, dtype: torch.dtype, is_checkpointed: bool
+    kind: str, sizes: str, sequence: int, dtype: torch.dtype, is_checkpointed: bool
 ) -> None:
     source = read_model(f"{kind}:{sizes}")
     names = [f"{BLOCKS[kind]}.{index}" for index in range(source.num_blocks)] if is_checkpointed else []
-    keys: dict[str, Any] = {"dtype": dtype, "micro_batch": 2, "sequence": 9, "checkpointed": names}
+    keys: dict[str, Any] = {"dtype": dtype, "micro_batch": 2, "sequence": sequence, "checkpointed": names}
     built: list[int] = []
 
     def build(number: int) -> nn.Module:
@@ -58,13 +64,13 @@ def test_other_checkpoints_than_of_all_blocks_take_the_trace_of_all(names: list[
 
 @pytest.mark.usefixtures("five_are_many")
 def test_blocks_that_differ_are_all_traced() -> None:
-    """The third is wider, and the logs of one and two do not say so."""
+    """The fourth is wider, and the logs of two and three do not say so."""
     source = read_model("llama:64/5/4/101")
 
     def build(number: int) -> nn.Module:
         model: Any = source.on_meta(number)
-        if number > 2:
-            model.model.layers[2].mlp = read_model("llama:64/1/4/101/999").on_meta().model.layers[0].mlp  # type: ignore[union-attr,index]
+        if number > 3:
+            model.model.layers[3].mlp = read_model("llama:64/1/4/101/999").on_meta().model.layers[0].mlp  # type: ignore[union-attr,index]
         return model  # type: ignore[no-any-return]
 
     keys: dict[str, Any] = {"dtype": None, "micro_batch": 1, "sequence": 9}
