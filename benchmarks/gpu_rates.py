@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from gpu_machine import available_memory  # noqa: E402
 
+from offloadzero.cli.plan_computation import block_rates  # noqa: E402
 from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
 from offloadzero.memory.arena import allocate_host  # noqa: E402
 from offloadzero.memory.device import find_device  # noqa: E402
@@ -73,6 +74,11 @@ class Rates:
         a, b = (torch.randn(size, size, device=self.device.torch_device).bfloat16() for _ in range(2))
         seconds = self.seconds(lambda: [torch.mm(a, b) for _ in range(10)])
         self.tell(matmul_tflops=20 * size**3 / seconds / 1e12)
+
+    def block(self) -> None:
+        """Forward and backward of a transformer block, the forward twice, as `offloadzero plan` measures them."""
+        found = block_rates(self.device, torch.bfloat16)
+        self.tell(block_tflops=2 / (1 / found.forward + 1 / found.backward) / 1e12)
 
     def copies(self) -> None:
         """Alone each way, and both at once, through a lane for each way; before that, what pinning takes."""
@@ -130,7 +136,7 @@ class Rates:
             "gpu": {
                 "name": self.device.name() or "cpu",
                 "memory_gib": host_gib / 2 if device_bytes is None else device_bytes / GIB,
-                "tflops": found["matmul_tflops"],
+                "tflops": found["block_tflops"],
                 "memory_gb_per_s": found.get("device_adam_gbps", found["host_adam_gbps"]),
             },
             "host": {"memory_gib": host_gib, "gb_per_s": found["host_adam_gbps"], "cores": NUM_CORES},
@@ -147,7 +153,7 @@ def main() -> None:
     parser.add_argument("--hardware", type=Path, required=True, help="the file to write")
     args = parser.parse_args()
     rates = Rates(args.device)
-    for measure in (rates.products, rates.copies, rates.updates):
+    for measure in (rates.products, rates.block, rates.copies, rates.updates):
         measure()
     args.hardware.write_text(json.dumps(rates.hardware(), indent=1) + "\n")
 

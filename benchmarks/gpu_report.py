@@ -100,6 +100,7 @@ def right_lines(found: Found) -> Iterator[str]:
 def rate_line(rates: Found) -> str:
     texts = {
         "matmul_tflops": "matrix product {:.4g} TFLOPS",
+        "block_tflops": "a block {:.4g}",
         "h2d_gbps": "h2d {:.1f}",
         "d2h_gbps": "d2h {:.1f}",
         "both_gbps": "both at once {:.1f} GB/s",
