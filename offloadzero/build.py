@@ -27,6 +27,7 @@ from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.group import Group
 from offloadzero.sharding.shard_spec import WHOLE
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
@@ -40,11 +41,14 @@ from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.announcements import Announcements
+from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.unit_changes import UnitChanges
+from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
@@ -79,6 +83,7 @@ class Ground:
     plan: MemoryPlan
     store: TieredStore
     clock: StepClock
+    group: Group
     several: SeveralRanks | None = None  # None: this process alone trains the model
 
     def device_lease(self, label: str, num_bytes: int) -> Lease | None:
@@ -114,7 +119,7 @@ class Ground:
             cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
         num_threads = update.num_threads or len(cores) or None
         if num_threads is None and self.several is not None:  # the ranks of a machine share its cores
-            num_threads = max(1, len(os.sched_getaffinity(0)) // self.several.ranks.local_world_size)
+            num_threads = max(1, len(os.sched_getaffinity(0)) // self.group.local_world_size)
         return cores, num_threads
 
 
@@ -288,7 +293,9 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     if config.pin_memory:
         store.pin()
     several = ground.several
-    executor = _build_executor(records, ground, several)
+    codes = ground.device_lease("weight codes", plan.weight_code_bytes)
+    coded = CodedGather(None if codes is None else codes.bytes, config=config.zero_plus_plus)
+    executor = _build_executor(records, ground, coded)
     cores, num_threads = ground.update_threads()
     pipeline = _build_pipeline(ground, cores, num_threads)
     with uninterrupted:  # a file that is made is one that is closed
@@ -303,7 +310,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
     changes, reads = executor.changes, UnitReads(executor)
-    weights, blocks, announcements = _build_access(records, ground, executor, reads)
+    weights, blocks, announcements = _build_access(records, ground, executor, reads, coded)
     make_access: Any = GradientAccess
     if several is not None and announcements is not None:
         make_access = several.gradient_access(announcements)
@@ -351,28 +358,28 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
 
 
-def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralRanks | None) -> Executor:
+def _build_executor(records: Sequence[Record], ground: Ground, coded: CodedGather) -> Executor:
+    group, accelerator, near = ground.group, ground.store.accelerator, None
+    if group.near_weights is not None:
+        near = NearCopies(accelerator, _near_copies(ground), weights=group.near_weights)
     staging_bytes = ground.plan.param_staging_bytes
-    make: Any = Executor
-    if several is not None:
-        codes = ground.device_lease("weight codes", ground.plan.weight_code_bytes)
-        make = several.executor(ground.store, None if codes is None else codes.bytes, _near_copies(ground))
-    executor: Executor = make(
+    return Executor(
         records,
         ground.store,
         unit_arena=ground.unit_arena(),
         staging=ground.host_pool("parameter staging", NUM_STAGING_LEASES, staging_bytes, for_files=True),
         clock=ground.clock,
+        group=group,
+        gather=UnitGather(group, accelerator, coded=coded, near=near),
     )
-    return executor
 
 
 def _build_access(
-    records: Sequence[Record], ground: Ground, executor: Executor, reads: UnitReads
+    records: Sequence[Record], ground: Ground, executor: Executor, reads: UnitReads, coded: CodedGather
 ) -> tuple[WeightAccess, ScriptBlocks, Announcements | None]:
     store, changes, clock = ground.store, executor.changes, ground.clock
     if ground.several is not None:
-        return ground.several.access(records, store, executor, reads, clock)
+        return ground.several.access(records, store, executor, reads, clock, coded)
     weights = WeightAccess(store, HomeAccess(store, changes, clock=clock), changes, reads)
     return weights, ScriptBlocks(weights, reads), None
 

@@ -45,6 +45,7 @@ from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.segments import TierName
+from offloadzero.sharding.group import Group
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.first_values import write_states
@@ -162,7 +163,8 @@ class Runtime:
             self._original.load(self.store, agree=self.several.agree, channel=channel)
         for record in cut.records:
             write_states(record, param_groups, self.store)
-        ground = Ground(self.config, self.plan, self.store, self.clock, self.several)
+        group = Group() if self.several is None else self.several.ranks
+        ground = Ground(self.config, self.plan, self.store, self.clock, group, self.several)
         parts = build_parts(cut.records, ground, loop, self.resources)
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations

@@ -26,8 +26,9 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.planning.homes import Placement
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.comparing import digest, machine
+from offloadzero.sharding.group import Collectives
 from offloadzero.sharding.mesh import expect_whole_gradient
-from offloadzero.sharding.ranks import Channel, Ranks, make_ranks
+from offloadzero.sharding.ranks import Ranks, make_ranks
 from offloadzero.sharding.shard_spec import (
     WHOLE,
     ShardSpec,
@@ -44,10 +45,8 @@ from offloadzero.step.reduced_grad import ReducedAccess
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.gathered import GatheringExecutor
 from offloadzero.streaming.gathered_inputs import GatheredHomes
 from offloadzero.streaming.gathered_weights import GatheredHomeAccess, GatheredWeights, SharedBlocks
-from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import is_in_parts, spilled_weight
 from offloadzero.streaming.unit_reads import UnitReads
@@ -231,20 +230,6 @@ class SeveralRanks:
 
     # --- the parts ---
 
-    def executor(
-        self, store: TieredStore, code_memory: torch.Tensor | None, copy_memory: Mapping[int, torch.Tensor]
-    ) -> Any:
-        """The call that makes an `Executor`.
-
-        `code_memory` is what the plan has for weights that are gathered as codes, `copy_memory`, by record, for copies
-        that the ranks of a machine keep.
-        """
-        coded = CodedGather(code_memory, config=self._config.zero_plus_plus)
-        weights, near = self.ranks.near_weights, None
-        if weights is not None:
-            near = NearCopies(store.accelerator, copy_memory, weights=weights)
-        return functools.partial(GatheringExecutor, ranks=self.ranks, coded=coded, near=near)
-
     def input_homes(self, store: TieredStore) -> Any:
         """The call that makes `InputHomes` whose inputs the ranks divide; None where each one keeps its own."""
         ranks = self.ranks
@@ -259,18 +244,18 @@ class SeveralRanks:
         executor: Executor,
         reads: UnitReads,
         clock: StepClock,
+        coded: CodedGather,
     ) -> tuple[WeightAccess, ScriptBlocks, Announcements]:
         """Make the access to weights and states, the blocks of scripts, and what all of these tell the others."""
-        if not isinstance(executor, GatheringExecutor):
-            raise AssertionError(f"{type(executor).__name__} gathers nothing")
         ranks, changes, failures = self.ranks, executor.changes, store.failures
         announcements = Announcements(ranks, records, clock=clock, failures=failures)
         homes = GatheredHomeAccess(store, changes, clock=clock, ranks=ranks, announcements=announcements)
-        weights = GatheredWeights(store, homes, changes, reads, executor=executor)
+        weights = GatheredWeights(store, homes, changes, reads, executor=executor, coded=coded)
         blocks = SharedBlocks(
             weights,
             reads,
             executor=executor,
+            coded=coded,
             ranks=ranks,
             records=records,
             announcements=announcements,
@@ -326,7 +311,7 @@ def _facts(slot: ParamSlot) -> tuple[object, ...]:
     return slot.name, slot.shape, slot.group_index, *in_parts
 
 
-def _departures(channel: Channel, texts: Mapping[str, str]) -> dict[str, list[int]]:
+def _departures(channel: Collectives, texts: Mapping[str, str]) -> dict[str, list[int]]:
     own = [digest(text) for text in texts.values()]
     by_rank = channel.by_rank_unless_same(own, f"the comparison of the ranks' {' and '.join(texts)}")
     if by_rank is None:

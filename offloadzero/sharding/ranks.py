@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -46,8 +46,9 @@ from offloadzero.observe.collectives import (
 from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
-from offloadzero.sharding.comparing import OrderSum, digest, machine
+from offloadzero.sharding.comparing import digest, machine
 from offloadzero.sharding.descriptors import make_room_for_groups
+from offloadzero.sharding.group import Collectives, Group
 from offloadzero.sharding.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
@@ -64,7 +65,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 Recorder = Callable[[str, str, int], AbstractContextManager[None]]  # lane, name, bytes: Accelerator.span
 
 
-class Channel:
+class Channel(Collectives):
     """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
 
     def __init__(
@@ -129,40 +130,6 @@ class Channel:
         """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options))
-
-    @property
-    def rank(self) -> int:
-        """This rank among all there are."""
-        return self.members[self.spec.rank]
-
-    def odd_ranks(self, by_rank: Sequence[object]) -> list[int]:
-        """The ranks whose value differs from that of the group's first one."""
-        return [rank for rank, value in zip(self.members, by_rank, strict=True) if value != by_rank[0]]
-
-    def expect_same(self, order: int, writes: int, label: str) -> None:
-        """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
-        by_rank = self.by_rank_unless_same([order, writes], f"{label}: the comparison of the ranks' orders")
-        if by_rank is None:
-            return
-        orders, writes_by_rank = zip(*by_rank, strict=True)
-        if len(set(orders)) > 1:
-            raise StateError(
-                f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
-                f"rank {self.members[0]}, and this is rank {self.rank}. All ranks must run the same forwards, "
-                "evaluations too, and read the same weights"
-            )
-        self.expect_same_writes(writes_by_rank, label)
-
-    def expect_same_writes(self, by_rank: Sequence[int], label: str) -> None:
-        """Raise StateError unless the sums over the values that scripts have written are the same on all ranks."""
-        odd = self.odd_ranks(by_rank)
-        if odd:
-            raise StateError(
-                f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
-                f"and states, or gradients, as that of rank {self.members[0]}, and what each rank keeps of them no "
-                "longer fits. All ranks must write the same values, or none: load_state_dict(), param.data, "
-                "param.grad, zero_grad(), safe_set_full_fp32_param(), load_checkpoint()"
-            )
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
         """The numbers of each rank, by rank; None where all ranks have the same.
@@ -314,36 +281,18 @@ class Channel:
         return text
 
 
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """The ranks of one model; each channel is used by one thread."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ranks(Group):
+    """The ranks of one model, of several processes; each channel is used by one thread."""
 
-    spec: ShardSpec
-    local_world_size: int  # ranks on this machine
-    weights: Channel  # fetches of units
-    orders: Channel  # the comparison before each fetch; host memory
-    updates: Channel  # new weights of units that stay
-    gradients: Channel
-    decisions: Channel  # the decisions over steps; host memory
-    control: Channel  # used by the script's thread and that of its backward; host memory
-    states: Channel  # states that scripts read; host memory
     board: Board
-    near_weights: Channel | None = None  # fetches, among the ranks of a machine that keep copies of weights
     near_gradients: Channel | None = None  # codes of gradients, within a machine
     far_gradients: Channel | None = None  # the same, between the ranks of equal place in their machines
-    # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
-    everyone: Channel | None = None  # as control, over all ranks
-    across: Channel | None = None  # decisions, among ranks that have the whole model together
+    everyone: Channel | None = None  # in a mesh: as control, over all ranks
     part: int = 0  # the number of the part of the model that the group trains
-    tensor_rank: int = 0
     # Inputs of checkpointed units, which the ranks along the tensor-parallel axis keep together.
     activations: Channel | None = None
     activation_orders: Channel | None = None  # the comparison before each gather of one; host memory
-    order: OrderSum = field(default_factory=lambda: OrderSum())
-    writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
-    # Gradients that were handed to their lane, and steps that are decided over.
-    reductions: OrderSum = field(default_factory=lambda: OrderSum())
-    steps: OrderSum = field(default_factory=lambda: OrderSum())
 
     def __post_init__(self) -> None:
         """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
@@ -356,6 +305,11 @@ class Ranks:
             getattr(self, name).watch = Watch(standstill, name, counts_collectives=False)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return False
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes what its group keeps."""
         return self.spec.rank == 0
@@ -366,7 +320,7 @@ class Ranks:
         return 1 if self.across is None else self.across.spec.world_size
 
     @property
-    def agreements(self) -> Channel:
+    def agreements(self) -> Collectives:
         """The channel of what the scripts of all ranks agree on."""
         return self.control if self.everyone is None else self.everyone
 
@@ -382,8 +336,9 @@ class Ranks:
     def record(self, recorder: Recorder) -> None:
         """Record the collectives of parameters, gradients and activations, on the threads that issue them."""
         channels = (self.weights, self.updates, self.gradients, self.activations)
-        for each in filter(None, (*channels, self.near_weights, self.near_gradients, self.far_gradients)):
-            each.recorder = recorder
+        for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
+            if isinstance(each, Channel):
+                each.recorder = recorder
 
     def abort(self) -> None:
         """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
@@ -440,8 +395,8 @@ def make_ranks(
     of_data = channels.of_all if groups is None else functools.partial(channels.of_own, groups=groups.data)
     control = everyone if groups is None else of_data("gloo")
     ranks = Ranks(
-        control.spec,
-        local_world_size,
+        spec=control.spec,
+        local_world_size=local_world_size,
         weights=of_data(on_device),
         orders=of_data("gloo"),
         updates=of_data(on_device),
@@ -541,14 +496,15 @@ def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
     """
     gathering = (ranks.weights, ranks.updates, ranks.near_weights, ranks.activations)
     reducing = ranks.gradients
-    firsts: list[tuple[Channel, Any]] = [(each, each.all_gather) for each in filter(None, gathering)]
+    firsts: list[tuple[Collectives, Any]] = [(each, each.all_gather) for each in filter(None, gathering)]
     firsts += [(reducing, reducing.reduce_scatter), (reducing, reducing.all_reduce)]
-    for each in filter(None, (ranks.near_gradients, ranks.far_gradients)):
-        received = torch.zeros(each.spec.world_size, device=device)
-        firsts.append((each, functools.partial(each.all_to_all, received)))
+    for coded in filter(None, (ranks.near_gradients, ranks.far_gradients)):
+        received = torch.zeros(coded.spec.world_size, device=device)
+        firsts.append((coded, functools.partial(coded.all_to_all, received)))
     for each, begin in firsts:
         begin(torch.zeros(each.spec.world_size, device=device), "the first collective")
-        each.counter = CollectiveCounter()
+        if isinstance(each, Channel):
+            each.counter = CollectiveCounter()
 
 
 def _expect_same_groups(everyone: Channel, mesh: MeshConfig | None, own: Mapping[str, int]) -> None:

@@ -27,8 +27,9 @@ from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.sharding.comparing import digest
+from offloadzero.sharding.group import Collectives
 from offloadzero.sharding.mesh import is_divided_by_tensor_parallelism
-from offloadzero.sharding.ranks import Channel, Ranks
+from offloadzero.sharding.ranks import Ranks
 from offloadzero.step.account import Account
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
@@ -39,7 +40,6 @@ from offloadzero.step.landing import Landing, Place
 from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient, WindowGradients
 from offloadzero.step.reduce_order import ReduceOrder
-from offloadzero.streaming.gathered import GatheringExecutor
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.records import Record
 
@@ -249,7 +249,7 @@ class AgreeingDecider(Decider):
         return math.fsum(own)
 
     @staticmethod
-    def _of_all_parts(across: Channel, of_part: Sequence[float], number: int) -> Sequence[float]:
+    def _of_all_parts(across: Collectives, of_part: Sequence[float], number: int) -> Sequence[float]:
         """The sums of all parts of the model, which the ranks tell those of their place in the other groups."""
         own = math.fsum(of_part) if all(map(math.isfinite, of_part)) else math.nan
         totals, steps, _ = _told(across, own if of_part else _NO_GRADIENTS, number, [])
@@ -273,7 +273,7 @@ def _of_gradients(totals: Sequence[float]) -> list[float]:
 
 
 def _told(
-    channel: Channel, total: float, number: int, more: Sequence[int]
+    channel: Collectives, total: float, number: int, more: Sequence[int]
 ) -> tuple[list[float], list[int], list[list[int]]]:
     """Return the sums of all ranks and the numbers of their steps, both by rank, and `more` of them, each by rank."""
     # The bits, which arrive as they are, NaN too.
@@ -285,7 +285,6 @@ def _told(
 class ReducingCoordinator(StepCoordinator):
     """Turns the gradients of all ranks into one step: [Note: what the ranks agree on]."""
 
-    _executor: GatheringExecutor
     _decider: AgreeingDecider
     collector: ReducingCollector
 

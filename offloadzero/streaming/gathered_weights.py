@@ -18,7 +18,8 @@ from offloadzero.sharding.parts import gather_parts
 from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.block_acts import Block, BlockAct
-from offloadzero.streaming.gathered import GatheringExecutor
+from offloadzero.streaming.coded_gather import CodedGather
+from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.unit_changes import UnitChanges
@@ -75,10 +76,10 @@ class GatheredHomeAccess(HomeAccess):
 class GatheredWeights(WeightAccess):
     """Weights that may come to a forward as codes, of which a script must neither write nor edit what they mean."""
 
-    def __init__(self, *parts: Any, executor: GatheringExecutor) -> None:
+    def __init__(self, *parts: Any, executor: Executor, coded: CodedGather) -> None:
         super().__init__(*parts)
         self._executor = executor
-        self._coded = executor.coded
+        self._coded = coded
 
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
         """Return the parameter on the device; one that a script is to edit is exact, and not what its codes mean."""
@@ -110,7 +111,8 @@ class SharedBlocks(ScriptBlocks):
         weights: WeightAccess,
         reads: UnitReads,
         *,
-        executor: GatheringExecutor,
+        executor: Executor,
+        coded: CodedGather,
         ranks: Ranks,
         records: Sequence[Record],
         announcements: Announcements,
@@ -119,6 +121,7 @@ class SharedBlocks(ScriptBlocks):
     ) -> None:
         super().__init__(weights, reads)
         self._executor = executor
+        self._coded = coded
         self._ranks = ranks
         self._records = records
         self._announcements = announcements
@@ -129,7 +132,7 @@ class SharedBlocks(ScriptBlocks):
         """Make a parameter an ordinary one with its exact values in `memory`."""
         # The others wait for this rank until the block ends.
         with self._failures.whole(f"GatheredParameters of {slot.name} over the ranks"):
-            is_coded = self._executor.coded.is_coded(record, slot)
+            is_coded = self._coded.is_coded(record, slot)
             memory.copy_(self.weights.value(record, slot, to_write=is_coded))
             self._reads.gather(record.index, slot.index, memory)
 

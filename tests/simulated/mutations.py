@@ -77,9 +77,9 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/activation_homes.py release: no entry.users.wait()": "as the line before it",
     "streaming/unit_changes.py is_updated: as if unit.updated.done()": "what comes of it is whether a script is told "
     "that the last updates are given up",
-    "streaming/gathered.py enter_forward: as if self._decided.done()": "what comes too early is a forward behind a "
+    "streaming/executor.py _meet_others: as if self._decided.done()": "what comes too early is a forward behind a "
     "step that is refused: how far a script gets before it is told",
-    "streaming/gathered.py enter_forward: no self._decided.wait()": "as the line before it",
+    "streaming/executor.py _meet_others: no self._decided.wait()": "as the line before it",
     "streaming/home_access.py write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) "
     "for kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
 }

@@ -1,0 +1,119 @@
+"""The group of ranks that train one model together. This process alone is the trivial group, with the same verbs.
+
+[Note: one path for any number of ranks]
+What a step does is written once, in the verbs of its group. Those of the trivial group are the identity: they copy
+nothing, begin no thread and wait for nobody, and a value of one rank is what all ranks have. `sharding/ranks.py` has
+those of several processes, which is the only other group.
+
+Beside the verbs one thing differs. Ranks issue collectives in one order, which must follow from facts that all of them
+have in common: [Note: collectives in one order] in ranks.py. So where one process may go by what is done already, they
+go by the order of use alone, and they meet where a script may go on after an error. `is_alone` says which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from offloadzero.errors import StateError
+from offloadzero.sharding.comparing import OrderSum
+from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
+
+
+class Collectives:
+    """The collectives of one thread; those of one rank, as here, leave everything as it is."""
+
+    spec: ShardSpec = WHOLE
+    members: Sequence[int] = (0,)  # the ranks of the group
+
+    def all_gather(self, whole: Tensor, label: str) -> None:
+        """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
+
+    def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:  # noqa: ARG002
+        """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
+        return whole
+
+    def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
+        """Replace `values` by their sums over the ranks, or by the largest ones."""
+
+    def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
+        """Replace `values` by those of the group's first rank, or of the one at place `source`."""
+
+    def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:  # noqa: ARG002
+        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
+        return [[*own]]
+
+    def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:  # noqa: ARG002
+        """The numbers of each rank, by rank; None where all ranks have the same."""
+        return None
+
+    def begin_submitted(self) -> None:
+        """Count what was submitted to the calling thread, which begins it now."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among all there are."""
+        return self.members[self.spec.rank]
+
+    def odd_ranks(self, by_rank: Sequence[object]) -> list[int]:
+        """The ranks whose value differs from that of the group's first one."""
+        return [rank for rank, value in zip(self.members, by_rank, strict=True) if value != by_rank[0]]
+
+    def expect_same(self, order: int, writes: int, label: str) -> None:
+        """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
+        by_rank = self.by_rank_unless_same([order, writes], f"{label}: the comparison of the ranks' orders")
+        if by_rank is None:
+            return
+        orders, writes_by_rank = zip(*by_rank, strict=True)
+        if len(set(orders)) > 1:
+            raise StateError(
+                f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
+                f"rank {self.members[0]}, and this is rank {self.rank}. All ranks must run the same forwards, "
+                "evaluations too, and read the same weights"
+            )
+        self.expect_same_writes(writes_by_rank, label)
+
+    def expect_same_writes(self, by_rank: Sequence[int], label: str) -> None:
+        """Raise StateError unless the sums over the values that scripts have written are the same on all ranks."""
+        odd = self.odd_ranks(by_rank)
+        if odd:
+            raise StateError(
+                f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
+                f"and states, or gradients, as that of rank {self.members[0]}, and what each rank keeps of them no "
+                "longer fits. All ranks must write the same values, or none: load_state_dict(), param.data, "
+                "param.grad, zero_grad(), safe_set_full_fp32_param(), load_checkpoint()"
+            )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Group:
+    """The ranks of one model; each member with collectives is used by one thread. By itself it is the trivial group."""
+
+    spec: ShardSpec = WHOLE
+    local_world_size: int = 1  # ranks on this machine
+    weights: Collectives = field(default_factory=Collectives)  # fetches of units
+    orders: Collectives = field(default_factory=Collectives)  # the comparison before each fetch; host memory
+    updates: Collectives = field(default_factory=Collectives)  # new weights of units that stay
+    gradients: Collectives = field(default_factory=Collectives)
+    decisions: Collectives = field(default_factory=Collectives)  # the decisions over steps; host memory
+    # Used by the script's thread and that of its backward; host memory:
+    control: Collectives = field(default_factory=Collectives)
+    states: Collectives = field(default_factory=Collectives)  # states that scripts read; host memory
+    near_weights: Collectives | None = (
+        None  # fetches, among the ranks of a machine that keep copies of weights
+    )
+    # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
+    across: Collectives | None = None  # decisions, among ranks that have the whole model together
+    tensor_rank: int = 0
+    order: OrderSum = field(default_factory=OrderSum)
+    writes: OrderSum = field(default_factory=OrderSum)  # the sum of the values that scripts write
+    # Gradients that were handed to their lane, and steps that are decided over.
+    reductions: OrderSum = field(default_factory=OrderSum)
+    steps: OrderSum = field(default_factory=OrderSum)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with: [Note: one path for any number of ranks]."""
+        return True
