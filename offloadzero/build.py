@@ -31,12 +31,16 @@ from offloadzero.sharding.group import Group
 from offloadzero.sharding.shard_spec import WHOLE
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
+from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
+from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
+from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import WindowGradients
+from offloadzero.step.reduction import Reduction
 from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
@@ -315,17 +319,19 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     if several is not None and announcements is not None:
         make_access = several.gradient_access(announcements)
     window = _build_window(records, ground, loop, changes, num_threads, make_access)
-    collector = _build_collector(ground, window, changes, several)
-    landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
+    collector = _build_collector(ground, window, changes)
+    landing = _build_landing(ground, decider, pipeline, cores, num_threads)
     accumulation = Accumulation(
         config.batch,
         keeps_gradients=policy.keeps_gradients,
         ends_with_step=not loop.keeps_after_step,
         world_size=config.world_size,
     )
-    make_coordinator = StepCoordinator if several is None else several.coordinator(store)
-    coordinator = make_coordinator(
+    keeps_whole = any(record.whole_param is not None for record in records)
+    coordinator = StepCoordinator(
         policy,
+        group=ground.group,
+        order=GradientOrder(ground.group, window.gradients, executor),
         executor=executor,
         changes=changes,
         window=window,
@@ -336,6 +342,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         pipeline=pipeline,
         failures=store.failures,
         clock=clock,
+        publishing=store.accelerator.lane("new-weights", store.failures) if keeps_whole else None,
         accumulation=accumulation,
         current_hypers=loop.current_hypers,
         before_backward=loop.before_backward,
@@ -412,9 +419,9 @@ def _build_pipeline(ground: Ground, cores: Sequence[int], num_threads: int | Non
 
 def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> Decider:
     config = ground.config
-    make = Decider if ground.several is None else ground.several.decider
-    return make(
+    return Decider(
         accounts,
+        group=ground.group,
         failures=ground.store.failures,
         max_norm=config.gradient_clipping or 0.0,
         skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
@@ -448,9 +455,7 @@ def _build_window(
     )
 
 
-def _build_collector(
-    ground: Ground, window: GradientWindow, changes: UnitChanges, several: SeveralRanks | None
-) -> GradientCollector:
+def _build_collector(ground: Ground, window: GradientWindow, changes: UnitChanges) -> GradientCollector:
     plan, device = ground.plan, ground.store.device
     shared = [
         device.lease(plan.device_grad_bytes, f"gradient lease {i}")
@@ -460,8 +465,7 @@ def _build_collector(
         index: device.lease(num_bytes, "gradient lease of its own")
         for index, num_bytes in plan.own_grad_bytes.items()
     }
-    make = GradientCollector if several is None else several.collector
-    return make(
+    return GradientCollector(
         window.gradients,
         window.handles,
         ground.store,
@@ -479,15 +483,9 @@ def _build_landing(
     pipeline: UpdatePipeline,
     cores: Sequence[int],
     num_threads: int | None,
-    several: SeveralRanks | None,
 ) -> Landing:
     plan = ground.plan
-    make: Any = Landing
-    if several is not None:
-        codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
-        pieces = ground.device_lease("gradient pieces", plan.gradient_piece_bytes)
-        make = several.landing(*(None if lease is None else lease.bytes for lease in (codes, pieces)))
-    landing: Landing = make(
+    return Landing(
         ground.store,
         passing=ground.host_pool(
             "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
@@ -497,10 +495,21 @@ def _build_landing(
         clock=ground.clock,
         num_threads=num_threads,
         cores=cores,
+        reduction=_build_reduction(ground),
         decider=decider,
         pipeline=pipeline,
     )
-    return landing
+
+
+def _build_reduction(ground: Ground) -> Reduction:
+    config, plan, group = ground.config, ground.plan, ground.group
+    codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
+    memory = ground.device_lease("gradient pieces", plan.gradient_piece_bytes)
+    dtype, pieces = DTYPES[config.communication_dtype], None
+    if memory is not None and dtype is not None:
+        pieces = PiecewiseReduce(group, memory.bytes, dtype=dtype)
+    coded = CodedReduce(group, None if codes is None else codes.bytes, config=config.zero_plus_plus)
+    return Reduction(group, coded=coded, pieces=pieces, wire_dtype=dtype)
 
 
 def _build_activation_store(ground: Ground) -> ActivationStore:

@@ -37,10 +37,6 @@ from offloadzero.sharding.shard_spec import (
     divides_states,
     keeps_params_on_device,
 )
-from offloadzero.step.coded_reduce import CodedReduce
-from offloadzero.step.collect import GradientCollector
-from offloadzero.step.piecewise_reduce import PiecewiseReduce
-from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.step.reduced_grad import ReducedAccess
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.coded_gather import CodedGather
@@ -53,7 +49,6 @@ from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
-from offloadzero.update.spec import DTYPES
 
 log = logging.getLogger("offloadzero")
 
@@ -267,36 +262,6 @@ class SeveralRanks:
     def gradient_access(self, announcements: Announcements) -> Any:
         """The call that makes a `GradientAccess`."""
         return functools.partial(ReducedAccess, ranks=self.ranks, announcements=announcements)
-
-    @property
-    def decider(self) -> Any:
-        """The call that makes a `Decider`."""
-        return functools.partial(AgreeingDecider, ranks=self.ranks)
-
-    @property
-    def collector(self) -> type[GradientCollector]:
-        """The call that makes a `GradientCollector`."""
-        return ReducingCollector
-
-    def landing(self, code_memory: torch.Tensor | None, piece_memory: torch.Tensor | None) -> Any:
-        """The call that makes a `Landing`.
-
-        Args:
-            code_memory: planned for gradients that are reduced as codes.
-            piece_memory: planned for those that are reduced in another dtype than their own.
-        """
-        dtype = DTYPES[self._config.communication_dtype]
-        coded = CodedReduce(self.ranks, code_memory, config=self._config.zero_plus_plus)
-        pieces = None
-        if piece_memory is not None and dtype is not None:
-            pieces = PiecewiseReduce(self.ranks, piece_memory, dtype=dtype)
-        return functools.partial(
-            ReducedLanding, ranks=self.ranks, coded=coded, pieces=pieces, wire_dtype=dtype
-        )
-
-    def coordinator(self, store: TieredStore) -> Any:
-        """The call that makes a `StepCoordinator`."""
-        return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
 
 
 def _built_by(slot: ParamSlot) -> list[int] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -40,6 +41,10 @@ class Collectives:
 
     def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
         """Replace `values` by those of the group's first rank, or of the one at place `source`."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor, label: str) -> None:  # noqa: ARG002
+        """Send each rank its part of `sent` and fill `received` with theirs; both uint8, in the ranks' order."""
+        received.copy_(sent)
 
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:  # noqa: ARG002
         """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
@@ -87,6 +92,18 @@ class Collectives:
             )
 
 
+class TakenStep(NamedTuple):
+    """What a rank tells the others of the step that it takes: [Note: what the ranks agree on]."""
+
+    number: int
+    hypers: object
+    writes: int  # the sum of the values that scripts had written when it was taken
+    sq_norm: (
+        float | None
+    )  # of the gradients that this rank speaks for, NaN if not finite; None: there are none
+    is_divided: bool  # each rank has a part of the gradients
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Group:
     """The ranks of one model; each member with collectives is used by one thread. By itself it is the trivial group."""
@@ -104,6 +121,8 @@ class Group:
     near_weights: Collectives | None = (
         None  # fetches, among the ranks of a machine that keep copies of weights
     )
+    near_gradients: Collectives | None = None  # codes of gradients, within a machine
+    far_gradients: Collectives | None = None  # the same, between the ranks of equal place in their machines
     # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
     across: Collectives | None = None  # decisions, among ranks that have the whole model together
     tensor_rank: int = 0
@@ -117,3 +136,7 @@ class Group:
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with: [Note: one path for any number of ranks]."""
         return True
+
+    def agree_on_step(self, step: TakenStep) -> Sequence[float]:
+        """The squared norms of the parts of the gradient that the ranks have; none where no rank has a gradient."""
+        return [] if step.sq_norm is None else [step.sq_norm]

@@ -45,10 +45,11 @@ from offloadzero.observe.collectives import (
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.aborting import abort_groups
+from offloadzero.sharding.agreement import agreed_totals
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.comparing import digest, machine
 from offloadzero.sharding.descriptors import make_room_for_groups
-from offloadzero.sharding.group import Collectives, Group
+from offloadzero.sharding.group import Collectives, Group, TakenStep
 from offloadzero.sharding.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
@@ -286,8 +287,6 @@ class Ranks(Group):
     """The ranks of one model, of several processes; each channel is used by one thread."""
 
     board: Board
-    near_gradients: Channel | None = None  # codes of gradients, within a machine
-    far_gradients: Channel | None = None  # the same, between the ranks of equal place in their machines
     everyone: Channel | None = None  # in a mesh: as control, over all ranks
     part: int = 0  # the number of the part of the model that the group trains
     # Inputs of checkpointed units, which the ranks along the tensor-parallel axis keep together.
@@ -308,6 +307,11 @@ class Ranks(Group):
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return False
+
+    def agree_on_step(self, step: TakenStep) -> Sequence[float]:
+        """The squared norms of the parts of the gradient that the ranks have: [Note: what the ranks agree on]."""
+        self.decisions.begin_submitted()
+        return agreed_totals(self.decisions, self.across, step)
 
     @property
     def is_first(self) -> bool:

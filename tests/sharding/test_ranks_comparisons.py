@@ -20,7 +20,7 @@ from offloadzero.launch import launched_local_size
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
 from offloadzero.sharding import ranks
-from offloadzero.step.reduced import _told
+from offloadzero.sharding.agreement import _told
 from offloadzero.streaming import gathered_weights
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
@@ -67,7 +67,7 @@ def test_each_rank_knows_the_numbers_of_all(tmp_path: Path, most: int, kind: str
         assert found["each"] == [[number, place] for place, number in enumerate(NUMBERS)]
         assert found["none"] == [[], [], []]
         assert found["read"] == values
-        assert found["told"] == "([nan, 0.1, inf], [5, 5, 5], [[0, 1, 2]])"
+        assert found["told"] == "([nan, 0.1, inf], [[0, 1, 2]])"
         assert found["trained"] == "nothing"
         states = {ALL_REDUCE: [ALL_REDUCE], ALL_TO_ALL: [ALL_TO_ALL, BROADCAST]}[kind]
         assert found["kinds"] == [f"orders {kind}", *(f"states {each}" for each in states)]

@@ -16,7 +16,7 @@ from torch import nn
 import offloadzero
 from offloadzero.sharding import ranks
 from offloadzero.step.account import Account, Accounts
-from offloadzero.step.reduced import ReducingCollector
+from offloadzero.step.collect import GradientCollector
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -439,10 +439,10 @@ def use_first_what_was_made_last(rank: int, directory: str) -> list[int]:
         config["offloadzero"]["units"]["min_leaf_elements"] = 256
         engine, *_ = offloadzero.initialize(model=make(), config=config)
         with patch.object(
-            ReducingCollector,
+            GradientCollector,
             "_temporary_lease",
             autospec=True,
-            side_effect=ReducingCollector._temporary_lease,
+            side_effect=GradientCollector._temporary_lease,
         ) as lend:
             for seed in range(2):
                 engine.backward(engine(torch.arange(6).view(2, 3) + seed + rank))

@@ -50,8 +50,6 @@ REDUNDANT: dict[str, str] = {
     "computation reads; the unit's next update and every read of states wait for them by themselves",
     "update/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without "
     "the look the update's thread would do so in backward, where other work may come",
-    "step/reduced.py send: not held: lease": "the merge that follows the copy holds what was brought, and the lease "
-    "with it",
     "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
     "order: who gets the place writes after the one that had it",
     "streaming/activation_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
