@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -136,7 +136,7 @@ class Parts:
     reads: UnitReads
     weights: WeightAccess
     blocks: ScriptBlocks
-    announcements: Announcements | None  # of this rank to the others
+    announcements: Announcements  # of this rank to the others
     pipeline: UpdatePipeline
     activations: ActivationStore | None
     decider: Decider
@@ -296,7 +296,6 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
     if config.pin_memory:
         store.pin()
-    several = ground.several
     codes = ground.device_lease("weight codes", plan.weight_code_bytes)
     coded = CodedGather(None if codes is None else codes.bytes, config=config.zero_plus_plus)
     executor = _build_executor(records, ground, coded)
@@ -314,11 +313,38 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
     changes, reads = executor.changes, UnitReads(executor)
-    weights, blocks, announcements = _build_access(records, ground, executor, reads, coded)
-    make_access: Any = GradientAccess
-    if several is not None and announcements is not None:
-        make_access = several.gradient_access(announcements)
-    window = _build_window(records, ground, loop, changes, num_threads, make_access)
+    group, failures = ground.group, store.failures
+    announcements = Announcements(group, records, clock=clock, failures=failures)
+    homes = HomeAccess(store, changes, clock=clock, group=group, announcements=announcements)
+    weights = WeightAccess(store, homes, changes, reads, coded=coded)
+    blocks = ScriptBlocks(
+        weights,
+        reads,
+        group=group,
+        coded=coded,
+        records=records,
+        announcements=announcements,
+        clock=clock,
+        failures=failures,
+    )
+    gradients = WindowGradients(records)
+    access = GradientAccess(
+        store,
+        homes,
+        group=group,
+        announcements=announcements,
+        clock=clock,
+        num_threads=num_threads,
+        gradients=gradients,
+        previous_update=changes.update_ticket,
+        updates_in_backward=plan.update_in_backward,
+    )
+    window = GradientWindow(
+        gradients,
+        access,
+        keeps_after_step=loop.keeps_after_step and not plan.update_in_backward,
+        may_not_train=loop.may_not_train,
+    )
     collector = _build_collector(ground, window, changes)
     landing = _build_landing(ground, decider, pipeline, cores, num_threads)
     accumulation = Accumulation(
@@ -381,16 +407,6 @@ def _build_executor(records: Sequence[Record], ground: Ground, coded: CodedGathe
     )
 
 
-def _build_access(
-    records: Sequence[Record], ground: Ground, executor: Executor, reads: UnitReads, coded: CodedGather
-) -> tuple[WeightAccess, ScriptBlocks, Announcements | None]:
-    store, changes, clock = ground.store, executor.changes, ground.clock
-    if ground.several is not None:
-        return ground.several.access(records, store, executor, reads, clock, coded)
-    weights = WeightAccess(store, HomeAccess(store, changes, clock=clock), changes, reads)
-    return weights, ScriptBlocks(weights, reads), None
-
-
 def _near_copies(ground: Ground) -> dict[int, torch.Tensor]:
     """Lease the memory, by record, for copies of weights that the ranks of a machine keep together."""
     arenas = {TierName.DEVICE: ground.store.device, TierName.HOST: ground.store.host}
@@ -426,32 +442,6 @@ def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> De
         max_norm=config.gradient_clipping or 0.0,
         skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
         loss_scale=policy.loss_scale,
-    )
-
-
-def _build_window(
-    records: Sequence[Record],
-    ground: Ground,
-    loop: Loop,
-    changes: UnitChanges,
-    num_threads: int | None,
-    make_access: Callable[..., GradientAccess],
-) -> GradientWindow:
-    in_backward = ground.plan.update_in_backward
-    gradients = WindowGradients(records)
-    access = make_access(
-        ground.store,
-        clock=ground.clock,
-        num_threads=num_threads,
-        gradients=gradients,
-        previous_update=changes.update_ticket,
-        updates_in_backward=in_backward,
-    )
-    return GradientWindow(
-        gradients,
-        access,
-        keeps_after_step=loop.keeps_after_step and not in_backward,
-        may_not_train=loop.may_not_train,
     )
 
 

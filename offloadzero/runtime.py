@@ -296,16 +296,11 @@ class Runtime:
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do work that reads all states and is done once. All ranks call this; the first one does the work."""
-        announcements = self.parts.announcements
-        if announcements is None:
-            work()
-        else:
-            announcements.read_by_first(work, self.weights.homes.read)
+        self.parts.announcements.read_by_first(work, self.weights.homes.read)
 
     def announce_load(self) -> None:
         """Raise StateError on all ranks unless all of them load a checkpoint now."""
-        if self.parts.announcements is not None:
-            self.parts.announcements.announce_load()
+        self.parts.announcements.announce_load()
 
     def is_on_some_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""

@@ -22,7 +22,6 @@ from offloadzero.errors import ConfigError, RankError
 from offloadzero.memory.device import make_current
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
-from offloadzero.observe.clock import StepClock
 from offloadzero.planning.homes import Placement
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.comparing import digest, machine
@@ -37,16 +36,8 @@ from offloadzero.sharding.shard_spec import (
     divides_states,
     keeps_params_on_device,
 )
-from offloadzero.step.reduced_grad import ReducedAccess
-from offloadzero.streaming.announcements import Announcements
-from offloadzero.streaming.coded_gather import CodedGather
-from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gathered_inputs import GatheredHomes
-from offloadzero.streaming.gathered_weights import GatheredHomeAccess, GatheredWeights, SharedBlocks
-from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import is_in_parts, spilled_weight
-from offloadzero.streaming.unit_reads import UnitReads
-from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -231,37 +222,6 @@ class SeveralRanks:
         if ranks.activations is None:
             return None
         return functools.partial(GatheredHomes, ranks=ranks, accelerator=store.accelerator)
-
-    def access(
-        self,
-        records: Sequence[Record],
-        store: TieredStore,
-        executor: Executor,
-        reads: UnitReads,
-        clock: StepClock,
-        coded: CodedGather,
-    ) -> tuple[WeightAccess, ScriptBlocks, Announcements]:
-        """Make the access to weights and states, the blocks of scripts, and what all of these tell the others."""
-        ranks, changes, failures = self.ranks, executor.changes, store.failures
-        announcements = Announcements(ranks, records, clock=clock, failures=failures)
-        homes = GatheredHomeAccess(store, changes, clock=clock, ranks=ranks, announcements=announcements)
-        weights = GatheredWeights(store, homes, changes, reads, executor=executor, coded=coded)
-        blocks = SharedBlocks(
-            weights,
-            reads,
-            executor=executor,
-            coded=coded,
-            ranks=ranks,
-            records=records,
-            announcements=announcements,
-            clock=clock,
-            failures=failures,
-        )
-        return weights, blocks, announcements
-
-    def gradient_access(self, announcements: Announcements) -> Any:
-        """The call that makes a `GradientAccess`."""
-        return functools.partial(ReducedAccess, ranks=self.ranks, announcements=announcements)
 
 
 def _built_by(slot: ParamSlot) -> list[int] | None:

@@ -137,6 +137,11 @@ class Group:
         """Whether there is nobody to agree with: [Note: one path for any number of ranks]."""
         return True
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes what its group keeps."""
+        return self.spec.rank == 0
+
     def agree_on_step(self, step: TakenStep) -> Sequence[float]:
         """The squared norms of the parts of the gradient that the ranks have; none where no rank has a gradient."""
         return [] if step.sq_norm is None else [step.sq_norm]

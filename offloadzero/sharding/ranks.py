@@ -314,11 +314,6 @@ class Ranks(Group):
         return agreed_totals(self.decisions, self.across, step)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that writes what its group keeps."""
-        return self.spec.rank == 0
-
-    @property
     def num_parts(self) -> int:
         """The number of parts of the model, each with a group of ranks of its own."""
         return 1 if self.across is None else self.across.spec.world_size

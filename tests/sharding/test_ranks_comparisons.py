@@ -21,7 +21,7 @@ from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
 from offloadzero.sharding import ranks
 from offloadzero.sharding.agreement import _told
-from offloadzero.streaming import gathered_weights
+from offloadzero.streaming import home_access
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, micro_batch, said_of, train
@@ -105,14 +105,14 @@ def test_where_nobody_else_is_there_an_engine_starts_and_does_not_train(
 def read_and_close(rank: int, directory: str) -> str:
     engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
     weight = engine.module.get_parameter("blocks.0.norm.weight")  # the first rank keeps all of it
-    gather = gathered_weights.gather_parts
+    gather = home_access.gather_parts
 
     def late(*given: Any) -> None:
         if rank == 2:
             time.sleep(1.0)  # the others close meanwhile, and it looks for ends again: LOOK_AGAIN_S
         gather(*given)
 
-    with patch.object(gathered_weights, "gather_parts", late):
+    with patch.object(home_access, "gather_parts", late):
         said = said_of(lambda: safe_get_full_fp32_param(weight))
     engine.close()
     return said

@@ -31,7 +31,7 @@ from offloadzero.sharding.board import Board
 from offloadzero.sharding.descriptors import make_room_for_groups
 from offloadzero.sharding.ranks import LOOK_AGAIN_S, Channel
 from offloadzero.sharding.shard_spec import ShardSpec
-from offloadzero.streaming.gathered_weights import GatheredHomeAccess
+from offloadzero.streaming.home_access import HomeAccess
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
 
@@ -309,7 +309,7 @@ def interrupt_a_save(rank: int, directory: str) -> dict[str, list[str]]:
     save_states, read = engine_checkpoints.save_states, TieredStore.read
 
     def interrupt_between_two_collectives(*given: Any, **options: Any) -> Any:
-        if sys._getframe(1).f_code is GatheredHomeAccess._read_home.__code__:
+        if sys._getframe(1).f_code is HomeAccess.gather.__code__:
             raise KeyboardInterrupt
         return read(*given, **options)
 

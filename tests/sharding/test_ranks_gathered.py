@@ -17,7 +17,7 @@ from torch import nn
 import offloadzero
 from offloadzero.sharding import ranks
 from offloadzero.streaming.gathered_block import GatheredBlock
-from offloadzero.streaming.gathered_weights import SharedBlocks
+from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train
@@ -540,7 +540,7 @@ def test_a_script_that_ends_inside_stops_the_others(tmp_path: Path) -> None:
 def edit_and_close(rank: int, directory: str) -> str:
     """A block whose parameters each rank has whole, so that its end sends nothing more."""
     engine = engine_of(config_of("host", 1, Path(directory), world_size=4))
-    value_by = SharedBlocks.value_by
+    value_by = ScriptBlocks.value_by
 
     def late(*given: Any) -> torch.Tensor:
         if rank == 3:
@@ -551,7 +551,7 @@ def edit_and_close(rank: int, directory: str) -> str:
         with GatheredParameters([model_of(engine).blocks[0].norm.bias], modifier_rank=0):
             pass
 
-    with patch.object(SharedBlocks, "value_by", late):
+    with patch.object(ScriptBlocks, "value_by", late):
         said = said_of(edit_one)
     engine.close()
     return said
