@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,9 +25,10 @@ from offloadzero.planned_model import uses_of
 from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
+from offloadzero.same_model import expect_same_homes, expect_same_model
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.group import Group
-from offloadzero.sharding.shard_spec import WHOLE
+from offloadzero.sharding.shard_spec import WHOLE, divides_params, divides_states
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.coded_reduce import CodedReduce
@@ -48,6 +48,7 @@ from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.input_parts import InputParts
 from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import file_bytes, host_bytes
@@ -60,9 +61,6 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec
-
-if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
-    from offloadzero.several_ranks import SeveralRanks
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ class Ground:
     store: TieredStore
     clock: StepClock
     group: Group
-    several: SeveralRanks | None = None  # None: this process alone trains the model
 
     def device_lease(self, label: str, num_bytes: int) -> Lease | None:
         """Lease memory of the device, or return None where nothing is planned."""
@@ -122,7 +119,7 @@ class Ground:
         if not cores and update.num_threads is None and self.store.accelerator.has_streams:
             cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
         num_threads = update.num_threads or len(cores) or None
-        if num_threads is None and self.several is not None:  # the ranks of a machine share its cores
+        if num_threads is None and not self.group.is_alone:  # the ranks of a machine share its cores
             num_threads = max(1, len(os.sched_getaffinity(0)) // self.group.local_world_size)
         return cores, num_threads
 
@@ -156,7 +153,7 @@ def cut_model(
     *,
     group_of: Mapping[int, int],
     spec: AnySpec,
-    several: SeveralRanks | None,
+    group: Group,
 ) -> UnitCut:
     """Cut the model into units whose states can be kept and saved, the same ones on all ranks.
 
@@ -173,13 +170,12 @@ def cut_model(
         param_dtype=DTYPES[config.precision.param_dtype],
         spec=spec,
         compact=config.state_layout == "compact",
-        shard=WHOLE if several is None else several.shard,
-        gathers_params=several is not None and several.gathers_params,
-        is_reduced=several is not None,
+        shard=group.spec if divides_states(config.zero_stage) else WHOLE,
+        gathers_params=divides_params(config.zero_stage),
+        is_reduced=not group.is_alone,
     )
     _expect_storable(cut.records)
-    if several is not None:
-        several.expect_same(cut.records)
+    expect_same_model(group, config, cut.records)
     return cut
 
 
@@ -208,7 +204,7 @@ def plan_cut(
     *,
     spec: AnySpec,
     num_checkpointed: int,
-    several: SeveralRanks | None,
+    group: Group,
 ) -> MemoryPlan:
     """Plan the memory of a model that is cut, whose parameters give theirs back. Raises BudgetError.
 
@@ -221,13 +217,12 @@ def plan_cut(
         accelerator.asynchronous,
         spec=spec,
         num_checkpointed=num_checkpointed,
-        num_local_ranks=1 if several is None else several.ranks.local_world_size,
         movable_bytes=sum(host_bytes(slot.param) for record in cut.records for slot in record.slots),
         uses=uses_of(cut),
-        others=several,
+        group=group,
     )
-    if several is not None and config.placement.auto:
-        several.expect_same_homes(plan.placement)
+    if config.placement.auto:
+        expect_same_homes(group, plan.placement)
     return plan
 
 
@@ -513,11 +508,19 @@ def _build_activation_store(ground: Ground) -> ActivationStore:
         budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
         planned_bytes={tier: ground.plan.tier_bytes(tier) for tier in TierName},
         planned=_planned_inputs(ground),
-        gathered=None if ground.several is None else ground.several.input_homes(ground.store),
+        parts=_build_input_parts(ground),
         pin_memory=config.pin_memory,
         nvme_paths=config.nvme_paths,
         aio=config.aio,
     )
+
+
+def _build_input_parts(ground: Ground) -> InputParts | None:
+    """What brings inputs away in parts and back whole; None where no other rank has the same ones."""
+    gathers, orders = ground.group.activations, ground.group.activation_orders
+    if gathers is None or orders is None:
+        return None
+    return InputParts(gathers, orders, ground.store.accelerator)
 
 
 def _planned_inputs(ground: Ground) -> PlannedMemory | None:

@@ -534,7 +534,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
     runtime, _, slot = _located(param)
-    if runtime.several is not None:
+    if not runtime.group.is_alone:
         full = call.replace("local", "full")
         raise StateError(f"{slot.name}: {call}() over several ranks is not built: {full}() on all of them is")
 

@@ -12,14 +12,18 @@ go by the order of use alone, and they meet where a script may go on after an er
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from offloadzero.errors import StateError
-from offloadzero.sharding.comparing import OrderSum
+from offloadzero.errors import RankError, StateError
+from offloadzero.observe.collectives import CollectiveCount
+from offloadzero.sharding.comparing import OrderSum, digest
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
 
 
@@ -124,8 +128,13 @@ class Group:
     near_gradients: Collectives | None = None  # codes of gradients, within a machine
     far_gradients: Collectives | None = None  # the same, between the ranks of equal place in their machines
     # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
+    everyone: Collectives | None = None  # as control, over all ranks
     across: Collectives | None = None  # decisions, among ranks that have the whole model together
+    part: int = 0  # the number of the part of the model that the group trains
     tensor_rank: int = 0
+    # Inputs of checkpointed units, which the ranks along the tensor-parallel axis keep together.
+    activations: Collectives | None = None
+    activation_orders: Collectives | None = None  # the comparison before each gather of one; host memory
     order: OrderSum = field(default_factory=OrderSum)
     writes: OrderSum = field(default_factory=OrderSum)  # the sum of the values that scripts write
     # Gradients that were handed to their lane, and steps that are decided over.
@@ -142,6 +151,91 @@ class Group:
         """Whether this is the rank that writes what its group keeps."""
         return self.spec.rank == 0
 
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the model, each with a group of ranks of its own."""
+        return 1 if self.across is None else self.across.spec.world_size
+
+    @property
+    def agreements(self) -> Collectives:
+        """The collectives of what the scripts of all ranks agree on."""
+        return self.control if self.everyone is None else self.everyone
+
+    # --- agreements; all ranks call these together ---
+
+    def agree(self, values: Tensor) -> None:
+        """Overwrite a host tensor with that of the first rank that trains the same part of the model."""
+        self.control.broadcast(values, "the first values")
+
     def agree_on_step(self, step: TakenStep) -> Sequence[float]:
         """The squared norms of the parts of the gradient that the ranks have; none where no rank has a gradient."""
         return [] if step.sq_norm is None else [step.sq_norm]
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value on any rank."""
+        negative = -torch.tensor(values, dtype=torch.int64, device="cpu")
+        self.agreements.all_reduce(negative, "the least of all ranks", largest=True)
+        return [-value for value in negative.tolist()]
+
+    def agreed_number(self) -> int:
+        """A number that all ranks have in common, and that no other call gives again; 0 with one rank."""
+        if self.is_alone:
+            return 0
+        number = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
+        self.agreements.broadcast(number, "a number for all ranks")
+        return int(number)
+
+    def departures(self, *, of_all: Mapping[str, str], of_part: Mapping[str, str]) -> dict[str, list[int]]:
+        """The ranks whose text differs from the first one's, by key. All ranks have the same keys.
+
+        `of_part` are compared among the ranks that train the same part of the model alone.
+        """
+        if self.everyone is None:
+            return self._departures(self.control, {**of_all, **of_part})
+        return self._departures(self.everyone, of_all) | self._departures(self.control, of_part)
+
+    @staticmethod
+    def _departures(channel: Collectives, texts: Mapping[str, str]) -> dict[str, list[int]]:
+        own = [digest(text) for text in texts.values()]
+        by_rank = channel.by_rank_unless_same(own, f"the comparison of the ranks' {' and '.join(texts)}")
+        if by_rank is None:
+            return {key: [] for key in texts}
+        by_text = zip(*by_rank, strict=True)
+        return {key: channel.odd_ranks(said) for key, said in zip(texts, by_text, strict=True)}
+
+    def is_on_some(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank."""
+        flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        self.agreements.all_reduce(flags, "a question to all ranks", largest=True)
+        return bool(flags)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
+        spec = self.agreements.spec
+        failed = torch.zeros(spec.world_size, dtype=torch.uint8, device="cpu")
+        failed[spec.rank] = 1
+        try:
+            yield
+            failed[spec.rank] = 0
+        finally:
+            self.agreements.all_reduce(failed, what)
+        ranks = failed.nonzero().view(-1).tolist()
+        if ranks:
+            raise RankError(f"{what} has failed on ranks {ranks}, and not on rank {spec.rank}")
+
+    # --- its life ---
+
+    def collectives(self) -> dict[str, CollectiveCount]:
+        """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
+        return {}
+
+    def lost_text(self) -> str | None:
+        """A text about a rank that has failed; None: none has, as far as is known."""
+        return None
+
+    def abort(self) -> None:
+        """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
+
+    def close(self) -> None:
+        """Leave the other ranks, when no thread uses a channel any more."""

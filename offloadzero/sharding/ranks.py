@@ -287,11 +287,6 @@ class Ranks(Group):
     """The ranks of one model, of several processes; each channel is used by one thread."""
 
     board: Board
-    everyone: Channel | None = None  # in a mesh: as control, over all ranks
-    part: int = 0  # the number of the part of the model that the group trains
-    # Inputs of checkpointed units, which the ranks along the tensor-parallel axis keep together.
-    activations: Channel | None = None
-    activation_orders: Channel | None = None  # the comparison before each gather of one; host memory
 
     def __post_init__(self) -> None:
         """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
@@ -313,16 +308,6 @@ class Ranks(Group):
         self.decisions.begin_submitted()
         return agreed_totals(self.decisions, self.across, step)
 
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of the model, each with a group of ranks of its own."""
-        return 1 if self.across is None else self.across.spec.world_size
-
-    @property
-    def agreements(self) -> Collectives:
-        """The channel of what the scripts of all ranks agree on."""
-        return self.control if self.everyone is None else self.everyone
-
     def collectives(self) -> dict[str, CollectiveCount]:
         """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
         channels = [(name, part) for name, part in vars(self).items() if isinstance(part, Channel)]
@@ -338,6 +323,10 @@ class Ranks(Group):
         for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
             if isinstance(each, Channel):
                 each.recorder = recorder
+
+    def lost_text(self) -> str | None:
+        """A text about a rank that has failed; None: none has, as far as is known."""
+        return self.board.text()
 
     def abort(self) -> None:
         """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""

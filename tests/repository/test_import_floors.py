@@ -36,6 +36,7 @@ FLOORS: Mapping[str, int] = {
     "runtime": 6,
     "step_forecast": 6,
     "build": 6,
+    "same_model": 6,
     "several_ranks": 6,
     "ops": 5,
     "checkpoint": 5,

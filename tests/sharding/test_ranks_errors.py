@@ -425,7 +425,7 @@ class SlowToLook:
 def look_as_a_collective_ends(rank: int, directory: str) -> list[float]:
     """The sum, and how often the first rank has looked."""
     engine = engine_of(config_of("host", 1, Path(directory), world_size=2))
-    ranks = engine.optimizer.runtime.several.ranks
+    ranks = engine.optimizer.runtime.group
     slow: list[SlowToLook] = []
     start = torch.distributed.all_reduce
 

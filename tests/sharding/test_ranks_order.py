@@ -84,11 +84,9 @@ def play(schedule: Schedule, rank: int) -> tuple[dict[str, Any], Orders]:
         engine = engine_of(schedule.config)
         try:
             numbers = _train(engine, schedule, rank)
-            several = engine._runtime.several
-            assert several is not None
             orders = {
                 name: hashlib.sha256("\n".join(noted.get(id(part), ())).encode()).hexdigest()[:16]
-                for name, part in vars(several.ranks).items()
+                for name, part in vars(engine._runtime.group).items()
                 if isinstance(part, Channel)
             }
         finally:

@@ -58,7 +58,7 @@ def start_and_train(rank: int, directory: str) -> dict[str, Any]:
             noted.clear()
             config = config_of("host", stage, Path(directory), world_size=GLOBAL_BATCH, **over)
             engine, *_ = offloadzero.initialize(model=text_model(), config=config)
-            ranks = engine._runtime.several.ranks  # type: ignore[union-attr]
+            ranks = engine._runtime.group  # type: ignore[union-attr]
             at_start, counted = kinds_of(ranks, noted), set(engine.collectives())
             noted.clear()
             for step in range(NUM_STEPS):

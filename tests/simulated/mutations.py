@@ -54,7 +54,6 @@ REDUNDANT: dict[str, str] = {
     "order: who gets the place writes after the one that had it",
     "streaming/activation_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
     "which nothing was computed for two steps, of a graph from before them: the fence of a fetch covers all others",
-    "streaming/gathered_inputs.py fetch: after without self.sent.copied": "as in activation_homes.py",
 }
 
 # What one rank would not need, by key: the runs of several ranks are made although one process comes there, too.

@@ -22,87 +22,69 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 
 from offloadzero.config import PARTITION_KEY
 from offloadzero.errors import StateError
-from offloadzero.memory.lanes import Accelerator, Fence, LaneTicket
-from offloadzero.memory.transfer import Fetcher, Sender
+from offloadzero.memory.lanes import Accelerator
 from offloadzero.sharding.comparing import OrderSum
-from offloadzero.sharding.ranks import Ranks
-from offloadzero.streaming.activation_homes import InputCopy, InputHomes, InputSpace
+from offloadzero.sharding.group import Collectives
+from offloadzero.sharding.shard_spec import ShardSpec
 
 _ROW_WORDS = 512  # 4 KiB
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT_IN_FP64 = (1 << 52) - 1
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]  # target, source
 
-class GatheredHomes(InputHomes):
-    """The transfers of inputs that the ranks keep in parts: [Note: inputs in parts]."""
 
-    goes_by_order = True
+class InputParts:
+    """Divides inputs among the ranks that have the same ones: [Note: inputs in parts]."""
 
-    def __init__(
-        self,
-        space: InputSpace,
-        *,
-        sender: Sender,
-        fetcher: Fetcher,
-        ranks: Ranks,
-        accelerator: Accelerator,
-    ) -> None:
-        super().__init__(space, sender=sender, fetcher=fetcher)
-        if ranks.activations is None or ranks.activation_orders is None:
-            raise AssertionError("no ranks have the same inputs")
-        self._gathers, self._orders = ranks.activations, ranks.activation_orders
+    def __init__(self, gathers: Collectives, orders: Collectives, accelerator: Accelerator) -> None:
+        """Gather by `gathers`, after a comparison by `orders`."""
+        self._gathers = gathers
+        self._orders = orders
         self._accelerator = accelerator
         self._num_sent = 0
         self._order = OrderSum()
 
-    def send(self, source: torch.Tensor, label: str, *, call: int) -> InputCopy:
-        """Start the copy of this rank's part of `source`, device, shape (n,), an input of the call of this number."""
-        spec, num_elements = self._gathers.spec, source.numel()
-        if num_elements % spec.world_size:
-            return super().send(source, label, call=call)
-        start, stop = spec.kept_range(num_elements)
-        sums: list[Callable[[], float]] = []
+    def divide(self, source: torch.Tensor, label: str, *, is_inside: bool) -> InputPart | None:
+        """Return the part that is kept of `source`, device, shape (n,); None: it is kept whole.
 
-        def copy(target: torch.Tensor, part: torch.Tensor) -> None:
-            sums.append(self._accelerator.read_later(_sum_of_bits(source)))
-            self._copy(target, part)
+        `is_inside`: its home is on the device.
+        """
+        if source.numel() % self._gathers.spec.world_size:
+            return None
+        return InputPart(self, label, self._accelerator.copy_inside if is_inside else self._accelerator.copy)
 
-        home, sent = self.sender.submit(
-            source[start:stop],
-            lambda: self.space.take(source.dtype, stop - start, label, call=call),
-            label=label,
-            copy=copy,
-        )
+    @property
+    def spec(self) -> ShardSpec:
+        """The part of each input that this rank keeps."""
+        return self._gathers.spec
+
+    def name_sent(self, source: torch.Tensor, label: str) -> int:
+        """Count an input as the next one that is sent; return its name in the order of the gathers."""
         self._num_sent += 1
-        name = zlib.crc32(f"{self._num_sent} {label} {num_elements} {source.dtype}".encode())
-        return _GatheredCopy(self, home, sent, label, gathered_by=self, name=name, sums=sums)
+        return zlib.crc32(f"{self._num_sent} {label} {source.numel()} {source.dtype}".encode())
 
     def note(self, name: int) -> int:
         """Count a gather as the next one; return the sum over the order until then."""
         self._order.note(name)
         return self._order.value
 
-    def gather(self, copied: _GatheredCopy, order: int, target: torch.Tensor, kept: torch.Tensor) -> None:
-        """Fill `target`, shape (n,), on the lane's thread, unless other ranks have another input."""
-        (read_sum,) = copied.sums
-        copied.errors[:] = self._departures(order, int(read_sum()), copied.label)
-        if copied.errors:
-            return
-        start, stop = self._gathers.spec.kept_range(target.numel())
-        self._copy(target[start:stop], kept)
-        self._gathers.all_gather(target, f"{copied.label} activation")
+    # --- on the lanes' threads ---
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        is_inside = self.space.tier.is_device
-        (self._accelerator.copy_inside if is_inside else self._accelerator.copy)(target, source)
+    def sum_later(self, source: torch.Tensor) -> Callable[[], float]:
+        """Return a call for a sum over the bits of `source`, which are read now on the stream of the lane."""
+        return self._accelerator.read_later(_sum_of_bits(source))
 
-    def _departures(self, order: int, bits: int, label: str) -> Iterator[StateError]:
+    def gather(self, target: torch.Tensor, label: str) -> None:
+        """Fill `target`, shape (n,), with the parts of all ranks."""
+        self._gathers.all_gather(target, f"{label} activation")
+
+    def departures(self, order: int, bits: int, label: str) -> Iterator[StateError]:
         """Yield the error of ranks that gather something else; all of them get it."""
         channel = self._orders
         by_rank = channel.by_rank_unless_same([order, bits], f"{label}: the comparison of the ranks' inputs")
@@ -125,30 +107,49 @@ class GatheredHomes(InputHomes):
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _GatheredCopy(InputCopy):
-    """This rank's part of one input in its home."""
+class InputPart:
+    """This rank's part of one input."""
 
-    gathered_by: GatheredHomes
-    name: int  # of the input in the order of the gathers
-    sums: list[Callable[[], float]]  # reads the sum of the whole input, once its part has been sent
-    errors: list[StateError] = field(default_factory=list)  # of the last gather
+    def __init__(self, parts: InputParts, label: str, copy: Copy) -> None:
+        """Begin without a name. `copy` moves the part on a lane."""
+        self._parts = parts
+        self._label = label
+        self._copy = copy
+        self._name = 0  # in the order of the gathers
+        self._read_sum: Callable[[], float] | None = None  # of the whole input, once its part has been sent
+        self._errors: list[StateError] = []  # of the last gather
 
-    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        """Fill `target`, device, shape (n,), of the whole input, which may be written behind `fence`."""
-        order = self.gathered_by.note(self.name)
-        return self.homes.fetcher.submit(
-            self.home,
-            target,
-            after=[self.sent.copied, self.sent.written],
-            fence=fence,
-            label=self.label,
-            copy=functools.partial(self.gathered_by.gather, self, order),
-        )
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements that are kept of `whole`, shape (n,)."""
+        start, stop = self._parts.spec.kept_range(whole.numel())
+        return whole[start:stop]
+
+    def was_submitted(self, source: torch.Tensor) -> None:
+        """Count it as the next one that is sent, in the order of the calls."""
+        self._name = self._parts.name_sent(source, self._label)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy the part of `source` to its home, or on the way there."""
+        self._read_sum = self._parts.sum_later(source)
+        self._copy(target, part)
+
+    def fetch(self) -> Copy:
+        """Count a fetch as the next one; return the call that makes the input whole."""
+        return functools.partial(self._gather, self._parts.note(self._name))
+
+    def _gather(self, order: int, target: torch.Tensor, kept: torch.Tensor) -> None:
+        """Fill `target`, shape (n,), on the lane's thread, unless other ranks have another input."""
+        if self._read_sum is None:
+            raise AssertionError(f"{self._label}: its part was not sent")
+        self._errors = [*self._parts.departures(order, int(self._read_sum()), self._label)]
+        if self._errors:
+            return
+        self._copy(self.of(target), kept)
+        self._parts.gather(target, self._label)
 
     def expect_fetched(self) -> None:
         """Raise StateError where the last fetch has found another input on other ranks."""
-        for error in self.errors:
+        for error in self._errors:
             raise error
 
 
