@@ -25,10 +25,10 @@ from offloadzero.planned_model import uses_of
 from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
 from offloadzero.same_model import expect_same_homes, expect_same_model
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.group import Group
-from offloadzero.sharding.shard_spec import WHOLE, divides_params, divides_states
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.coded_reduce import CodedReduce

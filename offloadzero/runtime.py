@@ -41,10 +41,10 @@ from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.shard import divides_params
 from offloadzero.same_model import agree_on_buffers
 from offloadzero.segments import TierName
-from offloadzero.sharding.group import Group
-from offloadzero.sharding.shard_spec import divides_params
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.first_values import write_states
@@ -428,7 +428,7 @@ def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Reso
     """Join the other ranks, which `resources` leaves in the end; this process may be alone."""
     if not config.is_of_several:
         return Group()
-    from offloadzero.several_ranks import join_ranks  # late: it loads torch.distributed
+    from offloadzero.ranks.join import join_ranks  # late: it loads torch.distributed
 
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.

@@ -13,8 +13,8 @@ from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import ObserveConfig
 from offloadzero.errors import ConfigError
 from offloadzero.planning.homes import Placement
-from offloadzero.sharding.group import Group
-from offloadzero.sharding.mesh import expect_whole_gradient
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.mesh import expect_whole_gradient
 from offloadzero.streaming.spill import is_in_parts, spilled_weight
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

@@ -26,8 +26,8 @@ from offloadzero.planning.placement import choose_placement
 from offloadzero.planning.placement_time import StepTimer
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.planning.traffic import Uses
+from offloadzero.ranks.group import Group
 from offloadzero.segments import TierName
-from offloadzero.sharding.group import Group
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offloadzero.arithmetic.block_codes import INT4_BLOCK, INT4_SCALE_DTYPE, add_decoded_int4, encode_int4
 from offloadzero.config.schema import ZeroPlusPlusConfig
-from offloadzero.sharding.group import Collectives, Group
+from offloadzero.ranks.group import Collectives, Group
 from offloadzero.update.records import Record
 from offloadzero.update.wire import GradientWire, gradient_wire
 

@@ -42,7 +42,7 @@ from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.step.account import Account, Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector

@@ -12,8 +12,8 @@ import torch
 from offloadzero.config import LossScaleConfig
 from offloadzero.fail_points import through
 from offloadzero.memory.tickets import Failures
-from offloadzero.sharding.group import Group, TakenStep
-from offloadzero.sharding.mesh import is_divided_by_tensor_parallelism
+from offloadzero.ranks.group import Group, TakenStep
+from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
 from offloadzero.step.account import Accounts, names_text
 from offloadzero.step.job import StepJobs, UpdateJob
 from offloadzero.step.step_decision import LossScale, decide_step

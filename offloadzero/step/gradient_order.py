@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offloadzero.errors import StateError
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduce_order import ReduceOrder
 from offloadzero.streaming.executor import Executor

@@ -46,8 +46,8 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.home_access import HomeAccess

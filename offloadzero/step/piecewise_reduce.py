@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.update.records import Record
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import Brought

@@ -1,6 +1,6 @@
 """Parameters of which each rank keeps a part while the model is built.
 
-[Note: parameters in parts] in sharding/building.py says which. Such a parameter is a spilled one whose value is nowhere
+[Note: parameters in parts] in ranks/building.py says which. Such a parameter is a spilled one whose value is nowhere
 whole. A read gathers it from all ranks, a write gives all ranks the value of the first: all of them do it together.
 Small ones are divided too, so that each parameter of the model is the first rank's from the start; their parts stay in
 memory.
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offloadzero.errors import ConfigError, OffloadError, RankError, StateError
-from offloadzero.sharding.building import BuildingRanks, ValueParts
+from offloadzero.ranks.building import BuildingRanks, ValueParts
 from offloadzero.streaming.spill import SpilledWeight, can_spill, spilled_weight, wear
 
 

@@ -26,7 +26,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_changes import UnitChanges

@@ -8,8 +8,8 @@ import torch
 
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.group import Group
 from offloadzero.streaming.spill import take
 from offloadzero.streaming.weights import encode
 from offloadzero.update.kept import kept_params, kept_place

@@ -19,9 +19,9 @@ from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.parts import gather_parts
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.group import Group
-from offloadzero.sharding.parts import gather_parts
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot

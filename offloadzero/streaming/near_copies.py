@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.observe.timeline import D2H
-from offloadzero.sharding.group import Collectives
+from offloadzero.ranks.group import Collectives
 from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.update.kept import gathered_regions
 from offloadzero.update.records import Record

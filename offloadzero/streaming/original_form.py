@@ -17,8 +17,8 @@ from offloadzero.arithmetic import device_math
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.group import Group
 from offloadzero.streaming.first_values import write_weights
 from offloadzero.streaming.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.streaming.weights import WeightAccess

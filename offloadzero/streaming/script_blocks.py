@@ -10,7 +10,7 @@ import torch
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.coded_gather import CodedGather

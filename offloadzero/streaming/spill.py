@@ -41,7 +41,7 @@ from offloadzero.parameters.weight import (
 from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
-    from offloadzero.sharding.building import ValueParts
+    from offloadzero.ranks.building import ValueParts
 
 
 class SpilledWeight:

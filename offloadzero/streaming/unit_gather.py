@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.sharding.group import Group
+from offloadzero.ranks.group import Group
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.streaming.near_copies import NearCopies

@@ -2,12 +2,13 @@
 
 [Note: one path for any number of ranks]
 What a step does is written once, in the verbs of its group. Those of the trivial group are the identity: they copy
-nothing, begin no thread and wait for nobody, and a value of one rank is what all ranks have. `sharding/ranks.py` has
-those of several processes, which is the only other group.
+nothing, begin no thread and wait for nobody, and a value of one rank is what all ranks have. The only other group is
+that of several processes: process_groups.py.
 
 Beside the verbs one thing differs. Ranks issue collectives in one order, which must follow from facts that all of them
-have in common: [Note: collectives in one order] in ranks.py. So where one process may go by what is done already, they
-go by the order of use alone, and they meet where a script may go on after an error. `is_alone` says which it is.
+have in common: [Note: collectives in one order] in process_groups.py. So where one process may go by what is done
+already, they go by the order of use alone, and they meet where a script may go on after an error. `is_alone` says which
+it is.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
 from offloadzero.observe.collectives import CollectiveCount
-from offloadzero.sharding.comparing import OrderSum, digest
-from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
+from offloadzero.ranks.comparing import OrderSum, digest
+from offloadzero.ranks.shard import WHOLE, ShardSpec
 
 
 class Collectives:

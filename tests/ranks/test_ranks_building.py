@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero import zero
-from offloadzero.sharding.shard_spec import kept_elements
+from offloadzero.ranks.shard import kept_elements
 from offloadzero.streaming.spill import SpilledWeight, spilled_weight
 from tests.engine.built import stored_bytes
 from tests.support.ranks import run_ranks

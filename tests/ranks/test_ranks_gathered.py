@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.sharding import ranks
+from offloadzero.ranks import process_groups
 from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -476,7 +476,9 @@ def gather_different_things(rank: int, directory: str) -> dict[str, tuple[str, f
         "one alone": lambda e, m: (rank and within(m.odd), train(e, rank, 2, num_steps=2)),
     }
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ranks, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S))
+        monkeypatch.setattr(
+            process_groups, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S)
+        )
         for name, case in cases.items():
             engine = start(directory)
             begun_s = time.monotonic()

@@ -12,13 +12,13 @@ from offloadzero.config import OffloadConfig
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import make_current
 from offloadzero.memory.tickets import Failures
-from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.comparing import digest, machine
-from offloadzero.sharding.ranks import Ranks, make_ranks
-from offloadzero.sharding.shard_spec import (
+from offloadzero.ranks.comparing import digest, machine
+from offloadzero.ranks.process_groups import Ranks, make_ranks
+from offloadzero.ranks.shard import (
     consecutive_groups,
     keeps_params_on_device,
 )
+from offloadzero.segments import SegmentKind, TierName
 
 log = logging.getLogger("offloadzero")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.observe.collectives import tells_each
-from offloadzero.sharding.group import Collectives
+from offloadzero.ranks.group import Collectives
 
 
 def gather_parts(channel: Collectives, whole: Tensor, parts: Mapping[int, Tensor], label: str) -> None:

@@ -25,12 +25,12 @@ from offloadzero import engine_checkpoints, runtime
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
-from offloadzero.sharding import board as boards
-from offloadzero.sharding import ranks as channels
-from offloadzero.sharding.board import Board
-from offloadzero.sharding.descriptors import make_room_for_groups
-from offloadzero.sharding.ranks import LOOK_AGAIN_S, Channel, Ranks
-from offloadzero.sharding.shard_spec import ShardSpec
+from offloadzero.ranks import board as boards
+from offloadzero.ranks import process_groups as channels
+from offloadzero.ranks.board import Board
+from offloadzero.ranks.descriptors import make_room_for_groups
+from offloadzero.ranks.process_groups import LOOK_AGAIN_S, Channel, Ranks
+from offloadzero.ranks.shard import ShardSpec
 from offloadzero.streaming.home_access import HomeAccess
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train

@@ -44,15 +44,15 @@ from offloadzero.observe.collectives import (
     volume_bytes,
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
-from offloadzero.sharding.aborting import abort_groups
-from offloadzero.sharding.agreement import agreed_totals
-from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
-from offloadzero.sharding.comparing import digest, machine
-from offloadzero.sharding.descriptors import make_room_for_groups
-from offloadzero.sharding.group import Collectives, Group, TakenStep
-from offloadzero.sharding.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
-from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
-from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
+from offloadzero.ranks.aborting import abort_groups
+from offloadzero.ranks.agreement import agreed_totals
+from offloadzero.ranks.board import LOOK_UP_S, Board, first_line, is_fake, named
+from offloadzero.ranks.comparing import digest, machine
+from offloadzero.ranks.descriptors import make_room_for_groups
+from offloadzero.ranks.group import Collectives, Group, TakenStep
+from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
+from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
+from offloadzero.ranks.standstill import WAITED_S, Standstill, Watch
 from offloadzero.torch_private import is_process_group, timeout_of_process_group, without_bound_device
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 import offloadzero
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.several_ranks import expect_own_queues
+from offloadzero.ranks.join import expect_own_queues
 from tests.support.faults import fails
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
-from offloadzero.sharding.comparing import digest
-from offloadzero.sharding.ranks import Channel, make_building_channel
-from offloadzero.sharding.shard_spec import kept_elements
+from offloadzero.ranks.comparing import digest
+from offloadzero.ranks.process_groups import Channel, make_building_channel
+from offloadzero.ranks.shard import kept_elements
 
 _blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order
 _SHOWN = 160  # bytes of an act's name that the others are told in an error

@@ -12,8 +12,8 @@ import pytest
 from offloadzero import runtime
 from offloadzero.build import open_store
 from offloadzero.planning import engine_plan
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.group import Group
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, said_of, train
 

@@ -19,8 +19,8 @@ from offloadzero.errors import ConfigError
 from offloadzero.launch import launched_local_size
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
-from offloadzero.sharding import ranks
-from offloadzero.sharding.agreement import _told
+from offloadzero.ranks import process_groups
+from offloadzero.ranks.agreement import _told
 from offloadzero.streaming import home_access
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
@@ -128,7 +128,7 @@ def count_together(rank: int, directory: str) -> list[int]:
     for name, of_ranks in machines.items():
         if name == "launched" and rank < 2:
             os.environ["LOCAL_WORLD_SIZE"] = "7"
-        with patch.object(ranks, "machine", lambda: of_ranks[rank]):  # noqa: B023
+        with patch.object(process_groups, "machine", lambda: of_ranks[rank]):  # noqa: B023
             engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
         found.append(engine._runtime.group.local_world_size)
         engine.close()

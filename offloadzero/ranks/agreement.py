@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from offloadzero.errors import StateError, abbreviated
-from offloadzero.sharding.comparing import digest
-from offloadzero.sharding.group import Collectives, TakenStep
+from offloadzero.ranks.comparing import digest
+from offloadzero.ranks.group import Collectives, TakenStep
 
 _NO_GRADIENTS = -1.0  # told in the place of a sum of squares
 
