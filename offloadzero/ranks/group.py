@@ -103,9 +103,8 @@ class TakenStep(NamedTuple):
     number: int
     hypers: object
     writes: int  # the sum of the values that scripts had written when it was taken
-    sq_norm: (
-        float | None
-    )  # of the gradients that this rank speaks for, NaN if not finite; None: there are none
+    # Of the gradients for which this rank speaks, NaN if one is not finite; None: there are none.
+    sq_norm: float | None
     is_divided: bool  # each rank has a part of the gradients
 
 
@@ -123,9 +122,7 @@ class Group:
     # Used by the script's thread and that of its backward; host memory:
     control: Collectives = field(default_factory=Collectives)
     states: Collectives = field(default_factory=Collectives)  # states that scripts read; host memory
-    near_weights: Collectives | None = (
-        None  # fetches, among the ranks of a machine that keep copies of weights
-    )
+    near_weights: Collectives | None = None  # fetches, among ranks of a machine that keep copies of weights
     near_gradients: Collectives | None = None  # codes of gradients, within a machine
     far_gradients: Collectives | None = None  # the same, between the ranks of equal place in their machines
     # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
@@ -161,6 +158,14 @@ class Group:
     def agreements(self) -> Collectives:
         """The collectives of what the scripts of all ranks agree on."""
         return self.control if self.everyone is None else self.everyone
+
+    def note_write(
+        self, *what: object, values: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Count a write of the script's, which all ranks make: another one is found at the next comparison.
+
+        `values` are compared as those of `dtype`, if that is given.
+        """
 
     # --- agreements; all ranks call these together ---
 

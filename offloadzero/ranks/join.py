@@ -14,10 +14,7 @@ from offloadzero.memory.device import make_current
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.comparing import digest, machine
 from offloadzero.ranks.process_groups import Ranks, make_ranks
-from offloadzero.ranks.shard import (
-    consecutive_groups,
-    keeps_params_on_device,
-)
+from offloadzero.ranks.shard import consecutive_groups, keeps_params_on_device
 from offloadzero.segments import SegmentKind, TierName
 
 log = logging.getLogger("offloadzero")

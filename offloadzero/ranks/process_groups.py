@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
 from offloadzero.launch import launched_local_size
+from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.observe.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -302,6 +304,16 @@ class Ranks(Group):
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return False
+
+    def note_write(
+        self, *what: object, values: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Count a write of the script's, which all ranks make, in the sum `writes`."""
+        number = zlib.crc32(" ".join(map(str, what)).encode())
+        if values is not None:
+            data = values.detach().to("cpu", dtype or values.dtype).contiguous().view(-1).view(torch.uint8)
+            number = zlib.crc32(crc32c_blocks(data).tobytes(), number)
+        self.writes.note(number)
 
     def agree_on_step(self, step: TakenStep) -> Sequence[float]:
         """The squared norms of the parts of the gradient that the ranks have: [Note: what the ranks agree on]."""

@@ -519,7 +519,7 @@ class StepCoordinator:
         self._expect_backward_ended()
         if not self._is_alone:
             self._wait_decided()  # [Note: where a refused step is told]
-            self._group.writes.note(int(set_to_none))
+        self._group.note_write("zero_grad", set_to_none)
         with uninterrupted:
             self._failures.check_readable()
             self._expect_droppable()

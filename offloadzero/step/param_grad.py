@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import NamedTuple
@@ -41,7 +40,6 @@ from torch import Tensor
 
 from offloadzero.arithmetic import device_math
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
@@ -380,7 +378,7 @@ class GradientAccess:
             if not bound <= torch.finfo(source.dtype).max:
                 return False  # an element may overflow
         state.set_factor(slot, before * factor)
-        self._note_edit(state, slot, f"times {before * factor!r}")
+        self._note_edit(state, slot, "times", before * factor)
         return True
 
     def clear(self, source: ParamGradient) -> Contribution | None:
@@ -455,10 +453,8 @@ class GradientAccess:
         state.forget(slot)
         # This waits until the value is there, also on the device.
         state.assign(slot, device_math.sq_norm(target, num_threads=self._num_threads))
-        if not self._group.is_alone:
-            self._measured = []
-            data = value.detach().to("cpu", state.record.grad_dtype).contiguous().view(-1).view(torch.uint8)
-            self._note_edit(state, slot, f"stored {zlib.crc32(crc32c_blocks(data).tobytes())}")
+        self._measured = []
+        self._note_edit(state, slot, "stored", values=value)
 
     def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
         """Return the landed gradient with its factor, flat, in the home's dtype, on the device."""
@@ -514,10 +510,14 @@ class GradientAccess:
             gradient.record.index: [next(totals) for _ in gradient.sq_norms] for gradient in present
         }
 
-    def _note_edit(self, state: RecordGradient, slot: ParamSlot, what: str) -> None:
+    def _note_edit(
+        self, state: RecordGradient, slot: ParamSlot, *what: object, values: Tensor | None = None
+    ) -> None:
         """Take note of an edit of the gradient, which all ranks make."""
-        if not self._group.is_alone:
-            self._group.writes.note(zlib.crc32(f"{state.record.index} {slot.index} grad {what}".encode()))
+        record = state.record
+        self._group.note_write(
+            record.index, slot.index, "grad", *what, values=values, dtype=record.grad_dtype
+        )
 
     def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
         """Return a contribution of the running backward, with earlier ones added."""

@@ -8,14 +8,12 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 
 import torch
 
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
-from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
@@ -69,11 +67,8 @@ class HomeAccess:
         Of several ranks each writes its part; one that writes other values is found at the next fetch or step. Raises
         what `read` raises.
         """
-        if not self._group.is_alone:
-            for kind, values in parts.items():
-                data = values.detach().contiguous().view(torch.uint8)
-                name = f"{record.index} {slot.index} {kind.value}".encode()
-                self._group.writes.note(zlib.crc32(crc32c_blocks(data).tobytes(), zlib.crc32(name)))
+        for kind, values in parts.items():
+            self._group.note_write(record.index, slot.index, kind.value, values=values)
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
         with UninterruptedThroughout(), self._clock.waiting("state access"):
             with self._store.failures.handed_over():
@@ -95,7 +90,7 @@ class HomeAccess:
 
     def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
         """Set the number of updates that the parameter's states have seen, on all ranks as in `write`."""
-        self._group.writes.note(zlib.crc32(f"{record.index} {slot.index} step {step}".encode()))
+        self._group.note_write(record.index, slot.index, "step", step)
         slot.step = step
 
     def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:
