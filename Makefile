@@ -59,11 +59,11 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/cli/test_report.py tests/cli/test_plan_answer.py tests/engine/test_interrupts.py \
 	tests/engine/test_parity.py tests/engine/test_failures.py tests/engine/test_lifetime.py tests/races/test_races.py \
 	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
-	tests/sharding/test_ranks_parity.py tests/sharding/test_ranks_models.py tests/sharding/test_ranks_bytes.py \
-	tests/sharding/test_ranks_order.py tests/sharding/test_ranks_kills.py tests/sharding/test_ranks_quantized.py \
+	tests/ranks/test_ranks_parity.py tests/ranks/test_ranks_models.py tests/ranks/test_ranks_bytes.py \
+	tests/ranks/test_ranks_order.py tests/ranks/test_ranks_kills.py tests/ranks/test_ranks_quantized.py \
 	tests/planning/test_random_budgets.py tests/planning/test_memory_limits.py tests/repository/test_benchmarks.py \
 	tests/repository/test_gpu_benchmark.py tests/races/test_first_cases.py \
-	tests/sharding/test_ranks_mesh.py tests/sharding/test_ranks_simulated.py \
+	tests/ranks/test_ranks_mesh.py tests/ranks/test_ranks_simulated.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
 	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py \
 	tests/planning/test_repeated_trace.py tests/step/test_waiting_gradients.py tests/scripts/test_models.py \

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from offloadzero.observe import collectives  # noqa: E402
-from offloadzero.sharding import ranks  # noqa: E402
+from offloadzero.ranks import process_groups  # noqa: E402
 
 NUM_COMPARISONS = 100
 WAYS = {"each to each": sys.maxsize, "reduction": 1}  # by the most ranks of which each tells each
@@ -41,7 +41,7 @@ def compare(rank: int, num_ranks: int, num_rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
-    several = ranks.make_ranks(torch.device("cpu"))
+    several = process_groups.make_ranks(torch.device("cpu"))
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     order = random.Random(0)
     for number in range(num_rounds + 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,25 +25,35 @@ from offloadzero.planned_model import uses_of
 from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
+from offloadzero.same_model import expect_same_homes, expect_same_model
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.shard_spec import WHOLE
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
+from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
+from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
+from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import WindowGradients
+from offloadzero.step.reduction import Reduction
 from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.announcements import Announcements
+from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.input_parts import InputParts
+from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.unit_changes import UnitChanges
+from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
@@ -52,9 +61,6 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec
-
-if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
-    from offloadzero.several_ranks import SeveralRanks
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Ground:
     plan: MemoryPlan
     store: TieredStore
     clock: StepClock
-    several: SeveralRanks | None = None  # None: this process alone trains the model
+    group: Group
 
     def device_lease(self, label: str, num_bytes: int) -> Lease | None:
         """Lease memory of the device, or return None where nothing is planned."""
@@ -113,8 +119,8 @@ class Ground:
         if not cores and update.num_threads is None and self.store.accelerator.has_streams:
             cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
         num_threads = update.num_threads or len(cores) or None
-        if num_threads is None and self.several is not None:  # the ranks of a machine share its cores
-            num_threads = max(1, len(os.sched_getaffinity(0)) // self.several.ranks.local_world_size)
+        if num_threads is None and not self.group.is_alone:  # the ranks of a machine share its cores
+            num_threads = max(1, len(os.sched_getaffinity(0)) // self.group.local_world_size)
         return cores, num_threads
 
 
@@ -127,7 +133,7 @@ class Parts:
     reads: UnitReads
     weights: WeightAccess
     blocks: ScriptBlocks
-    announcements: Announcements | None  # of this rank to the others
+    announcements: Announcements  # of this rank to the others
     pipeline: UpdatePipeline
     activations: ActivationStore | None
     decider: Decider
@@ -147,7 +153,7 @@ def cut_model(
     *,
     group_of: Mapping[int, int],
     spec: AnySpec,
-    several: SeveralRanks | None,
+    group: Group,
 ) -> UnitCut:
     """Cut the model into units whose states can be kept and saved, the same ones on all ranks.
 
@@ -164,13 +170,12 @@ def cut_model(
         param_dtype=DTYPES[config.precision.param_dtype],
         spec=spec,
         compact=config.state_layout == "compact",
-        shard=WHOLE if several is None else several.shard,
-        gathers_params=several is not None and several.gathers_params,
-        is_reduced=several is not None,
+        shard=group.spec if divides_states(config.zero_stage) else WHOLE,
+        gathers_params=divides_params(config.zero_stage),
+        is_reduced=not group.is_alone,
     )
     _expect_storable(cut.records)
-    if several is not None:
-        several.expect_same(cut.records)
+    expect_same_model(group, config, cut.records)
     return cut
 
 
@@ -199,7 +204,7 @@ def plan_cut(
     *,
     spec: AnySpec,
     num_checkpointed: int,
-    several: SeveralRanks | None,
+    group: Group,
 ) -> MemoryPlan:
     """Plan the memory of a model that is cut, whose parameters give theirs back. Raises BudgetError.
 
@@ -212,13 +217,12 @@ def plan_cut(
         accelerator.asynchronous,
         spec=spec,
         num_checkpointed=num_checkpointed,
-        num_local_ranks=1 if several is None else several.ranks.local_world_size,
         movable_bytes=sum(host_bytes(slot.param) for record in cut.records for slot in record.slots),
         uses=uses_of(cut),
-        others=several,
+        group=group,
     )
-    if several is not None and config.placement.auto:
-        several.expect_same_homes(plan.placement)
+    if config.placement.auto:
+        expect_same_homes(group, plan.placement)
     return plan
 
 
@@ -287,8 +291,9 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
     if config.pin_memory:
         store.pin()
-    several = ground.several
-    executor = _build_executor(records, ground, several)
+    codes = ground.device_lease("weight codes", plan.weight_code_bytes)
+    coded = CodedGather(None if codes is None else codes.bytes, config=config.zero_plus_plus)
+    executor = _build_executor(records, ground, coded)
     cores, num_threads = ground.update_threads()
     pipeline = _build_pipeline(ground, cores, num_threads)
     with uninterrupted:  # a file that is made is one that is closed
@@ -303,22 +308,51 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
     changes, reads = executor.changes, UnitReads(executor)
-    weights, blocks, announcements = _build_access(records, ground, executor, reads)
-    make_access: Any = GradientAccess
-    if several is not None and announcements is not None:
-        make_access = several.gradient_access(announcements)
-    window = _build_window(records, ground, loop, changes, num_threads, make_access)
-    collector = _build_collector(ground, window, changes, several)
-    landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
+    group, failures = ground.group, store.failures
+    announcements = Announcements(group, records, clock=clock, failures=failures)
+    homes = HomeAccess(store, changes, clock=clock, group=group, announcements=announcements)
+    weights = WeightAccess(store, homes, changes, reads, coded=coded)
+    blocks = ScriptBlocks(
+        weights,
+        reads,
+        group=group,
+        coded=coded,
+        records=records,
+        announcements=announcements,
+        clock=clock,
+        failures=failures,
+    )
+    gradients = WindowGradients(records)
+    access = GradientAccess(
+        store,
+        homes,
+        group=group,
+        announcements=announcements,
+        clock=clock,
+        num_threads=num_threads,
+        gradients=gradients,
+        previous_update=changes.update_ticket,
+        updates_in_backward=plan.update_in_backward,
+    )
+    window = GradientWindow(
+        gradients,
+        access,
+        keeps_after_step=loop.keeps_after_step and not plan.update_in_backward,
+        may_not_train=loop.may_not_train,
+    )
+    collector = _build_collector(ground, window, changes)
+    landing = _build_landing(ground, decider, pipeline, cores, num_threads)
     accumulation = Accumulation(
         config.batch,
         keeps_gradients=policy.keeps_gradients,
         ends_with_step=not loop.keeps_after_step,
         world_size=config.world_size,
     )
-    make_coordinator = StepCoordinator if several is None else several.coordinator(store)
-    coordinator = make_coordinator(
+    keeps_whole = any(record.whole_param is not None for record in records)
+    coordinator = StepCoordinator(
         policy,
+        group=ground.group,
+        order=GradientOrder(ground.group, window.gradients, executor),
         executor=executor,
         changes=changes,
         window=window,
@@ -329,6 +363,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         pipeline=pipeline,
         failures=store.failures,
         clock=clock,
+        publishing=store.accelerator.lane("new-weights", store.failures) if keeps_whole else None,
         accumulation=accumulation,
         current_hypers=loop.current_hypers,
         before_backward=loop.before_backward,
@@ -351,30 +386,20 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
 
 
-def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralRanks | None) -> Executor:
+def _build_executor(records: Sequence[Record], ground: Ground, coded: CodedGather) -> Executor:
+    group, accelerator, near = ground.group, ground.store.accelerator, None
+    if group.near_weights is not None:
+        near = NearCopies(accelerator, _near_copies(ground), weights=group.near_weights)
     staging_bytes = ground.plan.param_staging_bytes
-    make: Any = Executor
-    if several is not None:
-        codes = ground.device_lease("weight codes", ground.plan.weight_code_bytes)
-        make = several.executor(ground.store, None if codes is None else codes.bytes, _near_copies(ground))
-    executor: Executor = make(
+    return Executor(
         records,
         ground.store,
         unit_arena=ground.unit_arena(),
         staging=ground.host_pool("parameter staging", NUM_STAGING_LEASES, staging_bytes, for_files=True),
         clock=ground.clock,
+        group=group,
+        gather=UnitGather(group, accelerator, coded=coded, near=near),
     )
-    return executor
-
-
-def _build_access(
-    records: Sequence[Record], ground: Ground, executor: Executor, reads: UnitReads
-) -> tuple[WeightAccess, ScriptBlocks, Announcements | None]:
-    store, changes, clock = ground.store, executor.changes, ground.clock
-    if ground.several is not None:
-        return ground.several.access(records, store, executor, reads, clock)
-    weights = WeightAccess(store, HomeAccess(store, changes, clock=clock), changes, reads)
-    return weights, ScriptBlocks(weights, reads), None
 
 
 def _near_copies(ground: Ground) -> dict[int, torch.Tensor]:
@@ -405,9 +430,9 @@ def _build_pipeline(ground: Ground, cores: Sequence[int], num_threads: int | Non
 
 def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> Decider:
     config = ground.config
-    make = Decider if ground.several is None else ground.several.decider
-    return make(
+    return Decider(
         accounts,
+        group=ground.group,
         failures=ground.store.failures,
         max_norm=config.gradient_clipping or 0.0,
         skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
@@ -415,35 +440,7 @@ def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> De
     )
 
 
-def _build_window(
-    records: Sequence[Record],
-    ground: Ground,
-    loop: Loop,
-    changes: UnitChanges,
-    num_threads: int | None,
-    make_access: Callable[..., GradientAccess],
-) -> GradientWindow:
-    in_backward = ground.plan.update_in_backward
-    gradients = WindowGradients(records)
-    access = make_access(
-        ground.store,
-        clock=ground.clock,
-        num_threads=num_threads,
-        gradients=gradients,
-        previous_update=changes.update_ticket,
-        updates_in_backward=in_backward,
-    )
-    return GradientWindow(
-        gradients,
-        access,
-        keeps_after_step=loop.keeps_after_step and not in_backward,
-        may_not_train=loop.may_not_train,
-    )
-
-
-def _build_collector(
-    ground: Ground, window: GradientWindow, changes: UnitChanges, several: SeveralRanks | None
-) -> GradientCollector:
+def _build_collector(ground: Ground, window: GradientWindow, changes: UnitChanges) -> GradientCollector:
     plan, device = ground.plan, ground.store.device
     shared = [
         device.lease(plan.device_grad_bytes, f"gradient lease {i}")
@@ -453,8 +450,7 @@ def _build_collector(
         index: device.lease(num_bytes, "gradient lease of its own")
         for index, num_bytes in plan.own_grad_bytes.items()
     }
-    make = GradientCollector if several is None else several.collector
-    return make(
+    return GradientCollector(
         window.gradients,
         window.handles,
         ground.store,
@@ -472,15 +468,9 @@ def _build_landing(
     pipeline: UpdatePipeline,
     cores: Sequence[int],
     num_threads: int | None,
-    several: SeveralRanks | None,
 ) -> Landing:
     plan = ground.plan
-    make: Any = Landing
-    if several is not None:
-        codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
-        pieces = ground.device_lease("gradient pieces", plan.gradient_piece_bytes)
-        make = several.landing(*(None if lease is None else lease.bytes for lease in (codes, pieces)))
-    landing: Landing = make(
+    return Landing(
         ground.store,
         passing=ground.host_pool(
             "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
@@ -490,10 +480,21 @@ def _build_landing(
         clock=ground.clock,
         num_threads=num_threads,
         cores=cores,
+        reduction=_build_reduction(ground),
         decider=decider,
         pipeline=pipeline,
     )
-    return landing
+
+
+def _build_reduction(ground: Ground) -> Reduction:
+    config, plan, group = ground.config, ground.plan, ground.group
+    codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
+    memory = ground.device_lease("gradient pieces", plan.gradient_piece_bytes)
+    dtype, pieces = DTYPES[config.communication_dtype], None
+    if memory is not None and dtype is not None:
+        pieces = PiecewiseReduce(group, memory.bytes, dtype=dtype)
+    coded = CodedReduce(group, None if codes is None else codes.bytes, config=config.zero_plus_plus)
+    return Reduction(group, coded=coded, pieces=pieces, wire_dtype=dtype)
 
 
 def _build_activation_store(ground: Ground) -> ActivationStore:
@@ -507,11 +508,19 @@ def _build_activation_store(ground: Ground) -> ActivationStore:
         budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
         planned_bytes={tier: ground.plan.tier_bytes(tier) for tier in TierName},
         planned=_planned_inputs(ground),
-        gathered=None if ground.several is None else ground.several.input_homes(ground.store),
+        parts=_build_input_parts(ground),
         pin_memory=config.pin_memory,
         nvme_paths=config.nvme_paths,
         aio=config.aio,
     )
+
+
+def _build_input_parts(ground: Ground) -> InputParts | None:
+    """What brings inputs away in parts and back whole; None where no other rank has the same ones."""
+    gathers, orders = ground.group.activations, ground.group.activation_orders
+    if gathers is None or orders is None:
+        return None
+    return InputParts(gathers, orders, ground.store.accelerator)
 
 
 def _planned_inputs(ground: Ground) -> PlannedMemory | None:

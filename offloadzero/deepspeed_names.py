@@ -93,10 +93,6 @@ def _scheduler_params(runtime: Runtime) -> dict[str, Any] | None:
     return None if config is None else dict(config.params)
 
 
-def _data_rank(runtime: Runtime) -> int:
-    return 0 if runtime.several is None else runtime.several.ranks.spec.rank
-
-
 ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
     {
         # precision
@@ -136,7 +132,7 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "scheduler_name": lambda runtime: getattr(runtime.config.scheduler, "type", None),
         "scheduler_params": _scheduler_params,
         # ranks
-        "get_data_parallel_rank": _data_rank,
+        "get_data_parallel_rank": lambda runtime: runtime.group.spec.rank,
         "get_model_parallel_rank": lambda runtime: runtime.part or 0,
         "get_tensor_parallel_rank": lambda runtime: (
             0 if runtime.config.mesh is None else runtime.config.mesh.tensor_rank
@@ -180,14 +176,14 @@ VALUES: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
             DTYPES[runtime.config.communication_dtype] or data_types(runtime.config)[0]
         ),
         "dp_world_size": lambda runtime: runtime.config.world_size,
-        "global_rank": lambda runtime: 0 if runtime.several is None else runtime.several.ranks.control.rank,
+        "global_rank": lambda runtime: runtime.group.control.rank,
         "has_moe_layers": lambda _: False,
-        "mp_world_size": lambda runtime: runtime.num_parts,
+        "mp_world_size": lambda runtime: runtime.group.num_parts,
         "mpu": lambda runtime: None if runtime.config.mesh is None else runtime.config.mesh.source,
         "pipeline_parallelism": lambda _: False,
         "seq_parallel_group": lambda _: None,
         "sequence_parallel_size": lambda _: 1,
-        "world_size": lambda runtime: runtime.config.world_size * runtime.num_parts,
+        "world_size": lambda runtime: runtime.config.world_size * runtime.group.num_parts,
     }
 )
 

@@ -393,7 +393,7 @@ class Engine:
         Empty with one process. Bytes are those of the whole tensors: [Note: bytes of a collective] in
         offloadzero/observe/collectives.py.
         """
-        return self._runtime.collectives()
+        return self._runtime.group.collectives()
 
     def last_step_report(self) -> StepReport:
         """Return the seconds of the last step, and what the computation lost of them in which wait.

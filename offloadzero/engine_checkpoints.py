@@ -118,22 +118,22 @@ class EngineCheckpoints:
 
     def _saving(self, call: str) -> AbstractContextManager[None]:
         """A block that fails on all ranks where it fails on one. Those of a part know that of each other."""
-        return nullcontext() if self._runtime.part is None else self._runtime.together(call)
+        return nullcontext() if self._runtime.part is None else self._runtime.group.together(call)
 
     def _part(self, *, save_number: int = 0) -> PartOfModel | None:
         """The part of the model that this rank has; None: all of it."""
         mesh = self._runtime.config.mesh
         if mesh is None or self._runtime.part is None:
             return None
-        return PartOfModel(mesh.pipeline_rank, mesh.tensor_rank, self._runtime.num_parts, save_number)
+        return PartOfModel(mesh.pipeline_rank, mesh.tensor_rank, self._runtime.group.num_parts, save_number)
 
     def _part_to_save(self, directory: Path) -> PartOfModel | None:
         """The same for a save into `directory`, whose number all parts have: [Note: parts of one save]."""
         if self._runtime.part is None:
             return None
         with self._saving("save_checkpoint(), before anything is written,"):
-            number = self._runtime.agreed_number()
-            expect_room(directory, self._runtime.num_parts)
+            number = self._runtime.group.agreed_number()
+            expect_room(directory, self._runtime.group.num_parts)
         return self._part(save_number=number)
 
     def _meta(
@@ -199,11 +199,11 @@ class EngineCheckpoints:
         directory = directory_of_part(whole, part)
         unchanged = "load_checkpoint(), before anything has changed,"
         self._runtime.announce_load()
-        with self._runtime.together(unchanged):
-            expect_parts(whole, part, self._runtime.num_parts)
+        with self._runtime.group.together(unchanged):
+            expect_parts(whole, part, self._runtime.group.num_parts)
             found = find_checkpoint(directory, None if tag is None else tag_text(tag))
-        with self._runtime.together(unchanged):
-            if self._runtime.is_on_some_rank(found is not None) and found is None:
+        with self._runtime.group.together(unchanged):
+            if self._runtime.group.is_on_some(found is not None) and found is None:
                 raise CheckpointError(
                     f"{directory}: another rank finds a checkpoint there, and this one does not"
                 )
@@ -252,7 +252,7 @@ class EngineCheckpoints:
     def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:
         """Take over a checkpoint that `find` has found. Gradients of a step that was begun are dropped before."""
         meta = found.meta
-        with self._loading(found.path), self._runtime.together("load_checkpoint()"):
+        with self._loading(found.path), self._runtime.group.together("load_checkpoint()"):
             found.plan.apply()
             if found.with_counters:
                 self._go_on_from(meta)

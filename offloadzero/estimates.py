@@ -24,9 +24,9 @@ from offloadzero.memory.device import find_device
 from offloadzero.planned_model import plan_model
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_SIZE, num_blocks_of_size
+from offloadzero.ranks.shard import MAX_RANKS, divides_params
 from offloadzero.runtime import runtime_of
 from offloadzero.segments import TierName
-from offloadzero.sharding.shard_spec import MAX_RANKS, divides_params
 from offloadzero.update.spec import device_form
 from offloadzero.update.specs.adam import ADAM
 

@@ -96,7 +96,7 @@ def _find_mesh(mpu: Any) -> MeshConfig | None:
     """This rank's place beside others that have another part of the model; None where there are none."""
     if mpu is None:
         return None
-    from offloadzero.sharding.mesh import find_mesh  # imported here, as it loads torch.distributed
+    from offloadzero.ranks.mesh import find_mesh  # imported here, as it loads torch.distributed
 
     return find_mesh(mpu)
 

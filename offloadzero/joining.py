@@ -21,7 +21,7 @@ def telling_others() -> AbstractContextManager[None]:
     """Tell an error of the block to the other ranks of the process group, which wait for this one."""
     if launch.group_size() == 1:
         return nullcontext()
-    from offloadzero.sharding.board import telling_others as telling_ranks
+    from offloadzero.ranks.board import telling_others as telling_ranks
 
     return telling_ranks()
 

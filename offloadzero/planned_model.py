@@ -25,8 +25,8 @@ from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
 from offloadzero.planning.traffic import Uses
+from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.segments import TierName
-from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
@@ -119,7 +119,7 @@ class ModelPlanner:
         config = settle(config, loop)
         expect_partitionable(config)
         if config.world_size > 1:
-            from offloadzero.several_ranks import expect_built  # it loads torch.distributed
+            from offloadzero.ranks.join import expect_built  # it loads torch.distributed
 
             expect_built(config)
         spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM

@@ -12,8 +12,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -37,13 +35,15 @@ from offloadzero.memory.device import find_device, make_current
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
-from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.shard import divides_params
+from offloadzero.same_model import agree_on_buffers
 from offloadzero.segments import TierName
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
@@ -55,9 +55,6 @@ from offloadzero.streaming.units import UnitCut
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec
-
-if TYPE_CHECKING:  # imported late, as it loads torch.distributed, which not every build of torch has
-    from offloadzero.several_ranks import SeveralRanks
 
 log = logging.getLogger("offloadzero")
 
@@ -106,10 +103,10 @@ class Runtime:
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
         # Else a new thread's is the first one, where a look at an event makes a context of half a gigabyte.
         self.failures.begin_threads_by(functools.partial(make_current, self.accelerator.device))
-        self.several: SeveralRanks | None = _join_ranks(self.accelerator, config, self.resources)
+        self.group: Group = _join_ranks(self.accelerator, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
-        cut = cut_model(model, config, group_of=group_of, spec=spec, several=self.several)
+        cut = cut_model(model, config, group_of=group_of, spec=spec, group=self.group)
         self._cut, self.records = cut, cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         loop = Loop(
@@ -125,7 +122,7 @@ class Runtime:
         checkpointed = find_checkpointed(model, cut, config)
         self._checkpointed = tuple(checkpointed)
         self.plan = plan_cut(
-            cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), several=self.several
+            cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), group=self.group
         )
         try:
             self._take_memory()
@@ -153,16 +150,11 @@ class Runtime:
     ) -> None:
         """Move the states to their homes, build the parts and put the hooks on the model."""
         create_segments(cut.records, self.plan, self.store)
-        if self.several is not None:
-            self.several.agree_on_buffers(self.model)
-        if self.several is None:
-            self._original.load(self.store, agree=_keep)
-        else:
-            channel = self.several.ranks.control
-            self._original.load(self.store, agree=self.several.agree, channel=channel)
+        agree_on_buffers(self.group, self.model)
+        self._original.load(self.store, self.group)
         for record in cut.records:
             write_states(record, param_groups, self.store)
-        ground = Ground(self.config, self.plan, self.store, self.clock, self.several)
+        ground = Ground(self.config, self.plan, self.store, self.clock, self.group)
         parts = build_parts(cut.records, ground, loop, self.resources)
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
@@ -189,32 +181,27 @@ class Runtime:
         self.monitor.begin(
             self._description(),
             device_is_cpu=self.accelerator.asynchronous.free_bytes() is None,
-            collectives=dict if self.several is None else self.several.ranks.collectives,
+            collectives=self.group.collectives,
             forecast=self._prepare_forecast(),
-            num_local_ranks=self._num_local_ranks,
+            num_local_ranks=self.group.local_world_size,
         )
         _live.add(self)
         if multiprocessing.parent_process() is not None:
             _close_at_exit_of_child(os.getpid())
         for notice in self.config.notices:
             log.info("%s", notice)
-        if self.several is None or self.several.is_first:
+        if self.group.is_first:
             for line in idle_rules(self.records, self.config):
                 log.warning("%s", line)
         self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()
-
-    @property
-    def _num_local_ranks(self) -> int:
-        return 1 if self.several is None else self.several.ranks.local_world_size
 
     def _prepare_forecast(self) -> MakeForecast | None:
         """Return what makes the forecast of a step when the first one has run; it must not hold the engine.
 
         Of several ranks the first one makes it.
         """
-        is_first = self.several is None or self.several.is_first
-        if not is_first or self.hooks is None or not self.monitor.is_on:
+        if not self.group.is_first or self.hooks is None or not self.monitor.is_on:
             return None
         from offloadzero.step_forecast import (  # late: a run without reports needs none of it
             FirstStep,
@@ -237,7 +224,7 @@ class Runtime:
                 checkpointed=runtime._checkpointed,
                 device=runtime.accelerator.asynchronous,
                 first=first,
-                num_local_ranks=runtime._num_local_ranks,
+                num_local_ranks=runtime.group.local_world_size,
                 shown_rates=rates,
             )
 
@@ -254,9 +241,9 @@ class Runtime:
         if self.config.placement.auto:
             lines.append(f"placement auto: {describe_placement(self.records, self.plan.placement)}")
             lines += [f"    {line}" for line in self.plan.choice]
-        if self.several is not None:
-            spec, stage = self.several.ranks.spec, self.config.zero_stage
-            kept = rank_bytes(self.records, self.plan, gathers_params=self.several.gathers_params)
+        if not self.group.is_alone:
+            spec, stage = self.group.spec, self.config.zero_stage
+            kept = rank_bytes(self.records, self.plan, gathers_params=divides_params(stage))
             lines.append(f"rank {spec.rank} of {spec.world_size}, stage {stage}: {kept.text()}")
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
@@ -288,54 +275,26 @@ class Runtime:
             "tiers": tiers,
         }
 
-    def collectives(self) -> dict[str, CollectiveCount]:
-        """Counts of this rank's collectives since the start, by purpose and kind; none with one process."""
-        return {} if self.several is None else self.several.ranks.collectives()
-
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do work that reads all states and is done once. All ranks call this; the first one does the work."""
-        announcements = self.parts.announcements
-        if announcements is None:
-            work()
-        else:
-            announcements.read_by_first(work, self.weights.homes.read)
+        self.parts.announcements.read_by_first(work, self.weights.homes.read)
 
     def announce_load(self) -> None:
         """Raise StateError on all ranks unless all of them load a checkpoint now."""
-        if self.parts.announcements is not None:
-            self.parts.announcements.announce_load()
-
-    def is_on_some_rank(self, flag: bool) -> bool:
-        """Whether `flag` holds on any rank."""
-        return flag if self.several is None else self.several.is_on_some(flag)
+        self.parts.announcements.announce_load()
 
     def odd_ranks(self, what: str, text: str, *, of_part: str) -> list[int]:
         """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages.
 
         `of_part` is compared among the ranks that train the same part of the model alone.
         """
-        if self.several is None:
-            return []
-        found = self.several.departures(of_all={what: text}, of_part={f"{what} of a part": of_part})
+        found = self.group.departures(of_all={what: text}, of_part={f"{what} of a part": of_part})
         return sorted({rank for odd in found.values() for rank in odd})
 
     @property
     def part(self) -> int | None:
         """The number of the part of the model that this rank trains; None: all of it."""
-        return self.several.ranks.part if self.several is not None and self.num_parts > 1 else None
-
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of the model, each trained by ranks of its own."""
-        return 1 if self.several is None else self.several.ranks.num_parts
-
-    def agreed_number(self) -> int:
-        """A number that all ranks have in common, and that no other call gives; 0 with one process."""
-        return 0 if self.several is None else self.several.agreed_number()
-
-    def together(self, what: str) -> AbstractContextManager[None]:
-        """A block that fails on all ranks, at its end, where it fails on one of them."""
-        return nullcontext() if self.several is None else self.several.together(what)
+        return self.group.part if self.group.num_parts > 1 else None
 
     def synchronize(self) -> None:
         """Block until all updates are home; raises what failed."""
@@ -376,7 +335,7 @@ class Runtime:
             raise
         finally:
             script_error = _script_error()
-            tells_first = script_error is not None and self.several is not None
+            tells_first = script_error is not None and not self.group.is_alone
             try:
                 # The other ranks may wait for this one, and the end of its groups for them.
                 if tells_first:
@@ -388,9 +347,7 @@ class Runtime:
 
     def _lost_to_another(self) -> RankError | None:
         """The error of a rank that has failed, where work of the device may wait for that rank for ever."""
-        if self.several is None or not self.accelerator.has_streams:
-            return None
-        text = self.several.ranks.board.text()
+        text = self.group.lost_text() if self.accelerator.has_streams else None
         return None if text is None else RankError(f"the last updates are given up: {text}")
 
     def _record_end(self, script_error: BaseException | None) -> None:
@@ -467,23 +424,19 @@ def _make_clock(monitor: StepMonitor, accelerator: Accelerator) -> StepClock:
     return clock
 
 
-def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Resources) -> SeveralRanks | None:
-    """Join the other ranks, which `resources` leaves in the end; None where this process alone trains the model."""
+def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Resources) -> Group:
+    """Join the other ranks, which `resources` leaves in the end; this process may be alone."""
     if not config.is_of_several:
-        return None
-    from offloadzero.several_ranks import join_ranks
+        return Group()
+    from offloadzero.ranks.join import join_ranks  # late: it loads torch.distributed
 
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.
     atexit.register(_close_at_exit)
-    several = resources.make(lambda: join_ranks(accelerator.device, config, resources.failures))
-    several.ranks.record(accelerator.span)
-    resources.wait_with_others(several.abort)
-    return several
-
-
-def _keep(values: torch.Tensor) -> None:
-    """Do nothing: one rank agrees with itself."""
+    ranks = resources.make(lambda: join_ranks(accelerator.device, config, resources.failures))
+    ranks.record(accelerator.span)
+    resources.wait_with_others(ranks.abort)
+    return ranks
 
 
 _numbers = itertools.count()  # numbers of runtimes, which ranks make in one order

@@ -22,9 +22,9 @@ from offloadzero.joining import telling_others
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optimizer import ConfigSource
 from offloadzero.planning.memory_plan import waits_on_nvme
+from offloadzero.ranks.shard import divides_params
 from offloadzero.runtime import Runtime, runtime_of
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.shard_spec import divides_params
 from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.streaming.spill import (
     SpilledWeight,
@@ -38,7 +38,7 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 if TYPE_CHECKING:  # imported late, as they load torch.distributed
-    from offloadzero.sharding.building import BuildingRanks
+    from offloadzero.ranks.building import BuildingRanks
     from offloadzero.streaming.divided import LentParameters
 
 # Smaller parameters stay in memory until the model is offloaded: a file each would cost more than it saves.
@@ -163,7 +163,7 @@ class Init:
             return
         import torch.distributed as dist
 
-        from offloadzero.sharding.building import BuildingRanks  # late, as torch.distributed
+        from offloadzero.ranks.building import BuildingRanks  # late, as torch.distributed
 
         members = None if self._group is None else sorted(dist.get_process_group_ranks(self._group))
         with telling_others():
@@ -534,7 +534,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
     runtime, _, slot = _located(param)
-    if runtime.several is not None:
+    if not runtime.group.is_alone:
         full = call.replace("local", "full")
         raise StateError(f"{slot.name}: {call}() over several ranks is not built: {full}() on all of them is")
 

@@ -15,7 +15,7 @@ from offloadzero.cli.page import make_page
 from offloadzero.config import OffloadConfig, load_config, read_config_file
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
-from offloadzero.sharding.shard_spec import MAX_RANKS
+from offloadzero.ranks.shard import MAX_RANKS
 
 if TYPE_CHECKING:  # else it loads torch for `--help`
     from offloadzero.planning.cluster import Cluster

@@ -46,7 +46,7 @@ from offloadzero.planning.time_model import (
     Step,
 )
 from offloadzero.planning.traffic import StepTraffic
-from offloadzero.sharding.shard_spec import MAX_RANKS
+from offloadzero.ranks.shard import MAX_RANKS
 from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.cluster"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
@@ -27,6 +26,7 @@ from offloadzero.planning.placement import choose_placement
 from offloadzero.planning.placement_time import StepTimer
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.planning.traffic import Uses
+from offloadzero.ranks.group import Group
 from offloadzero.segments import TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
@@ -34,17 +34,6 @@ from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
 log = logging.getLogger("offloadzero.planning")
 
 GOES_BY_BYTES = '"placement": "auto" goes by bytes: '
-
-
-class OtherRanks(Protocol):
-    """The ranks that train a model together, whose plans must be the same."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value on any rank. All of them ask together."""
 
 
 def plan_engine(
@@ -55,19 +44,18 @@ def plan_engine(
     *,
     spec: AnySpec,
     num_checkpointed: int,
-    num_local_ranks: int,
     movable_bytes: int,
     uses: Uses,
-    others: OtherRanks | None = None,
+    group: Group,
 ) -> MemoryPlan:
     """Plan the memory of an engine on this machine.
 
-    `movable_bytes` are those of parameters in host memory, which the arenas replace. With `others` it has what the rank
+    `movable_bytes` are those of parameters in host memory, which the arenas replace. Of a `group` it has what the rank
     with the least memory has. Raises BudgetError: the budgets, or the machine, have too little.
     """
-    available = _available(device, movable_bytes=movable_bytes, num_local_ranks=num_local_ranks)
-    if others is not None:  # it also waits for all: a rank that looks later would find what others have left
-        available = dict(zip(available, others.least([*available.values()]), strict=True))
+    available = _available(device, movable_bytes=movable_bytes, num_local_ranks=group.local_world_size)
+    # It also waits for all: a rank that looks later would find what others have left.
+    available = dict(zip(available, group.least([*available.values()]), strict=True))
     hardware = _measured(config, device) if goes_by_time(config) else None
 
     def make(config: OffloadConfig, hardware: Hardware | None = None) -> MemoryPlan:
@@ -88,7 +76,7 @@ def plan_engine(
         enough = least_budgets(config.budgets, lambda budgets: _refusal(make, config, budgets))
         raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
     for line in plan.choice:
-        if line.startswith(GOES_BY_BYTES) and (others is None or others.is_first):
+        if line.startswith(GOES_BY_BYTES) and group.is_first:
             log.warning("%s", line)
     expect_room(plan, available, config)
     return plan

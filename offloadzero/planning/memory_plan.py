@@ -28,8 +28,8 @@ from offloadzero.planning.buffer_sizes import (
 )
 from offloadzero.planning.first_enough import first_enough
 from offloadzero.planning.homes import Placement, place
+from offloadzero.ranks.shard import divides_params, kept_elements
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.shard_spec import divides_params, kept_elements
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
 from offloadzero.update.wire import (

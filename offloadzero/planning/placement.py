@@ -37,8 +37,8 @@ from dataclasses import dataclass, replace
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
+from offloadzero.ranks.shard import keeps_params_on_device
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.shard_spec import keeps_params_on_device
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offloadzero.arithmetic.block_codes import INT4_BLOCK, INT4_SCALE_DTYPE, add_decoded_int4, encode_int4
 from offloadzero.config.schema import ZeroPlusPlusConfig
-from offloadzero.sharding.ranks import Channel, Ranks
+from offloadzero.ranks.group import Collectives, Group
 from offloadzero.update.records import Record
 from offloadzero.update.wire import GradientWire, gradient_wire
 
@@ -30,9 +30,9 @@ from offloadzero.update.wire import GradientWire, gradient_wire
 class CodedReduce:
     """Reduces gradients as codes; used by one lane."""
 
-    def __init__(self, ranks: Ranks, memory: Tensor | None, *, config: ZeroPlusPlusConfig) -> None:
+    def __init__(self, group: Group, memory: Tensor | None, *, config: ZeroPlusPlusConfig) -> None:
         """Use `memory`, uint8, on the device, of the largest `gradient_code_bytes`; None where that is 0."""
-        self._ranks = ranks
+        self._group = group
         self._memory = memory
         self._config = config
         self._wires: dict[int, GradientWire | None] = {}
@@ -52,7 +52,7 @@ class CodedReduce:
             raise AssertionError("no memory is planned for codes of gradients")
         for start, stop in _idle_ranges(record, places):
             flat[start:stop].zero_()
-        hops = _Hops(self._ranks, wire, self._memory, flat, label=f"{record.name}.grad")
+        hops = _Hops(self._group, wire, self._memory, flat, label=f"{record.name}.grad")
         hops.reduce_exact()
         return hops.reduce()
 
@@ -60,9 +60,9 @@ class CodedReduce:
 class _Hops:
     """One gradient on its way: [Note: two hops]."""
 
-    def __init__(self, ranks: Ranks, wire: GradientWire, memory: Tensor, flat: Tensor, *, label: str) -> None:
-        spec, near, far = ranks.spec, ranks.near_gradients, ranks.far_gradients
-        self._ranks, self._near, self._far = ranks, near, far
+    def __init__(self, group: Group, wire: GradientWire, memory: Tensor, flat: Tensor, *, label: str) -> None:
+        spec, near, far = group.spec, group.near_gradients, group.far_gradients
+        self._group, self._near, self._far = group, near, far
         self._node_ranks = 1 if near is None else near.spec.world_size
         self._num_nodes = 1 if far is None else far.spec.world_size
         self._label = label
@@ -91,8 +91,8 @@ class _Hops:
             values = self._flat[part.start : part.stop]
             self._exact[part.rank, part.place : part.place + values.numel()].copy_(values)
             values.zero_()
-        self._exact.div_(self._ranks.spec.world_size)
-        self._ranks.gradients.reduce_scatter(self._exact.view(-1), f"{self._label}: vectors")
+        self._exact.div_(self._group.spec.world_size)
+        self._group.gradients.reduce_scatter(self._exact.view(-1), f"{self._label}: vectors")
 
     def reduce(self) -> Tensor:
         """Add up the rest, and put what `reduce_exact` has found to it."""
@@ -102,7 +102,7 @@ class _Hops:
             self._send_far(self._far)
         return self._finish()
 
-    def _send_near(self, near: Channel) -> None:
+    def _send_near(self, near: Collectives) -> None:
         """To each rank of this machine the parts of the ranks of its place in all machines."""
         parts = self._flat.view(self._num_nodes, self._node_ranks, self._kept)
         for place, codes, scales in self._packets(self._sent, self._node_ranks, self._num_nodes):
@@ -115,7 +115,7 @@ class _Hops:
                 )
         near.all_to_all(self._received, self._sent, f"{self._label}: within the machine")
 
-    def _send_far(self, far: Channel) -> None:
+    def _send_far(self, far: Collectives) -> None:
         """To each machine, for its rank of this one's place, what this machine has of that rank's part."""
         num_bytes = self._num_nodes * self._packet_bytes
         sent = self._sent[:num_bytes]
@@ -146,13 +146,13 @@ class _Hops:
 
     def _finish(self) -> Tensor:
         """The mean, in the last elements of the gradient's memory."""
-        rank, kept = self._ranks.spec.rank, self._kept
+        rank, kept = self._group.spec.rank, self._kept
         result = self._flat[-kept:]
         num_sources = self._node_ranks if self._far is None else self._num_nodes
         received = self._received[: num_sources * self._packet_bytes]
         for rows, columns in self._pieces(1):
             total = self._sum(self._packets(received, num_sources, 1), rows, columns)
-            result[columns].copy_(total.view(-1).div_(self._ranks.spec.world_size))
+            result[columns].copy_(total.view(-1).div_(self._group.spec.world_size))
         for part in self._region.exact:
             if part.rank == rank:
                 size = part.stop - part.start

@@ -69,10 +69,23 @@ _BESIDE_THE_PLAN = (
     "uses weights outside their units' forward, in a penalty say: leave room there, or let the optimizer's "
     "weight_decay do it"
 )
+_BESIDE_OTHER_RANKS = (
+    "%s: its gradient comes while all %d gradient leases wait for other ranks: it takes a temporary buffer of %d bytes "
+    "on the device, beside the plan. The numbers are the same. That is so where some rank completes a unit's gradient "
+    "only at the end of backward, an expert without a token say"
+)
 
 
 class GradientCollector:
-    """Takes gradients from autograd record by record."""
+    """Takes gradients from autograd record by record.
+
+    Those that are reduced over ranks come into leases wherever their home is: each backward's are reduced by
+    themselves.
+    """
+
+    # A lease may wait for a rank that comes to its reduction only at the end of backward, while that rank waits for
+    # this one's next fetch. So the wait has an end, after which a gradient takes more memory and has the same numbers.
+    LEASE_WITHIN_S = 2.0
 
     def __init__(
         self,
@@ -109,6 +122,7 @@ class GradientCollector:
         self._small = {index: _small_slots(gradient.record) for index, gradient in gradients.items()}
         self._num_filling = 0  # of the leases that units take turns in
         self._told: set[int] = set()
+        self._left_with_script: dict[str, None] = {}  # parameters whose gradients should be reduced
         self.backward = -1  # the number of the backward whose gradients are taken, while it runs
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
         self._records_graph = False  # backward(create_graph=True)
@@ -167,6 +181,8 @@ class GradientCollector:
 
     def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
         """Leave a gradient that came with the script: there is nothing to take, and its unit does not wait for it."""
+        if state.record.is_reduced:
+            self._left_with_script.setdefault(state.record.trainable_slots[number].name)
         if self._updates_in_backward or state.record.is_reduced:
             return None
         state.keep(number, self.backward)
@@ -278,19 +294,22 @@ class GradientCollector:
         self._num_filling += leases is self._device_leases and not lease.temporary
         return lease
 
-    def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:  # noqa: ARG002
+    def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
         with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
-            return leases.take()
+            if not record.is_reduced:
+                return leases.take()
+            lease = leases.take_within(self.LEASE_WITHIN_S)
+        return self._temporary_lease(leases, record) if lease is None else lease
 
     def _temporary_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
         size = record.num_trainable * record.dtype.itemsize
         if record.index not in self._told:
             self._told.add(record.index)
-            self._tell_temporary(record, leases.num_buffers, size)
+            if record.is_reduced:
+                log.info(_BESIDE_OTHER_RANKS, record.name, leases.num_buffers, size)
+            else:
+                log.warning(_BESIDE_THE_PLAN, record.name, leases.num_buffers, size)
         return PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
-
-    def _tell_temporary(self, record: Record, num_leases: int, num_bytes: int) -> None:
-        log.warning(_BESIDE_THE_PLAN, record.name, num_leases, num_bytes)
 
     def _leases_of(self, record: Record) -> BufferPool:
         """The leases that units take turns in, or the one of the record's own."""
@@ -309,6 +328,26 @@ class GradientCollector:
             self._num_filling -= leases is self._device_leases and not lease.temporary
         return state.hand_over(leases, closes=closes)
 
+    def fill(self, gradient: RecordGradient, places: Sequence[int]) -> None:
+        """Make zeros of the slots of which another rank has a gradient, and this one none."""
+        if gradient.flat is None:
+            self._begin(gradient)
+        for place in places:
+            handle = self._handles[gradient.record.index][place]
+            gradient.targets[place].zero_()
+            gradient.arrive(place)
+            with DisableTorchFunctionSubclass():
+                if handle.param.grad is None:
+                    handle.param.grad = handle.tensor
+
+    def expect_all_reduced(self) -> None:
+        """Raise StateError where a backward has added to a tensor of the script's own, which no other rank has."""
+        for name in self._left_with_script:
+            raise StateError(
+                f"{name}.grad was assigned before a backward, which has added this rank's gradient to it, and not the "
+                "mean over the ranks: assign it after the backward, or drop all gradients with zero_grad()"
+            )
+
     def abandon(self) -> None:
         """Drop the gradients that have arrived and were not handed over; their backward is over."""
         for state in self._gradients.values():
@@ -316,6 +355,7 @@ class GradientCollector:
                 leases = self._leases_of(state.record)
                 leases.give_back(state.lease, last_use=self._store.accelerator.computed())
         self._num_filling = 0
+        self._left_with_script.clear()
         self.end_backward()
 
 

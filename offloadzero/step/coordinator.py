@@ -39,12 +39,15 @@ from offloadzero.config import LossScaleConfig
 from offloadzero.errors import StateError
 from offloadzero.fail_points import through
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
-from offloadzero.memory.tickets import Failures
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.ranks.group import Group
 from offloadzero.step.account import Account, Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
+from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.job import StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
@@ -119,6 +122,8 @@ class StepCoordinator:
         self,
         policy: StepPolicy,
         *,
+        group: Group,
+        order: GradientOrder,
         executor: Executor,
         changes: UnitChanges,
         window: GradientWindow,
@@ -129,6 +134,7 @@ class StepCoordinator:
         pipeline: UpdatePipeline,
         failures: Failures,
         clock: StepClock,
+        publishing: Lane | None,
         accumulation: Accumulation,
         current_hypers: Callable[[], Hypers],
         before_backward: Callable[[], None] | None,
@@ -136,6 +142,8 @@ class StepCoordinator:
         """Connect the stages.
 
         Args:
+            order: in which a backward's gradients leave the device.
+            publishing: gathers new weights of units that stay whole on each rank's device; None: there are none.
             current_hypers: reads the hyperparameters by group index from the optimizer's param_groups.
             before_backward: raises if no backward may begin now.
         """
@@ -144,6 +152,11 @@ class StepCoordinator:
         self._accumulation = accumulation
         self._before_backward = before_backward
         self.collector = collector
+        self._group = group
+        self._is_alone = group.is_alone
+        self._writes_before = group.writes.value  # those of the script until the last step
+        self._publishing = publishing
+        self._order = order
         self._executor = executor
         self._changes = changes
         self._window = window
@@ -270,6 +283,7 @@ class StepCoordinator:
 
     def give_up_step(self) -> None:
         """Drop the step that was begun, even if a part of it was applied: a checkpoint replaces the states."""
+        self._expect_backward_ended()
         with uninterrupted:
             self._jobs = {}
             self._changes.close_updates()
@@ -314,6 +328,7 @@ class StepCoordinator:
         backward = _Backward(self._end_backward)
         self._backward = _Running(backward)
         queue_backward_callback(backward)
+        self._order.begin_backward()
 
     @property
     def _updates_now(self) -> bool:
@@ -331,12 +346,17 @@ class StepCoordinator:
         self._accumulation.end_backward()
 
     def complete(self, gradient: RecordGradient) -> None:
-        """Send home the gradient of a record, of which this backward brings no more.
+        """Send home the gradients that are next, now that this backward brings no more of a record's."""
+        self._gradients_complete(gradient)
+        for index in self._order.complete(gradient.record):
+            self._send(self._gradients[index])
+
+    def _send(self, gradient: RecordGradient) -> None:
+        """Send a record's gradient home.
 
         The waits come first. An error there leaves everything as it was; after them there are no errors.
         """
-        self._gradients_complete(gradient)
-        place = None if gradient.lease is None else self._landing.reserve(gradient)
+        place = self._landing.reserve(gradient)
         before = self._changes.update_ticket(gradient.record.index)  # the job's ticket replaces it
         try:
             job = self._begin_job(gradient)
@@ -352,13 +372,22 @@ class StepCoordinator:
 
         The last micro batch closes records that only earlier ones have reached, too.
         """
+        for index, places in self._order.end_backward(closes_window=self._closes_window).items():
+            gradient = self._gradients[index]
+            self.collector.fill(gradient, sorted(places.difference(gradient.arrived)))
+            self._gradients_complete(gradient)
+            self._send(gradient)
         for gradient in self._gradients.values():
             if gradient.arrived:
-                self.complete(gradient)
-            elif self._closes_window and gradient.present and not gradient.closed:
+                raise StateError(
+                    f"{gradient.record.name} gets a gradient after all of its gradients in one backward (a reentrant "
+                    "checkpoint?): over several ranks that is not built"
+                )
+            if self._closes_window and gradient.present and not gradient.closed:
                 # It has no gradient of this micro batch, whose operations may have read the weights all the same.
                 self._gradients_complete(gradient)
                 self._landing.close(gradient, job=self._begin_job(gradient))
+        self._executor.end_backward()
 
     def _gradients_complete(self, gradient: RecordGradient) -> None:
         record = gradient.record
@@ -393,6 +422,7 @@ class StepCoordinator:
         Raises what has failed before, and StateError where a backward did not finish, a parameter without states is to
         be trained, or options or gradients have changed since a backward that has updated the weights.
         """
+        self.collector.expect_all_reduced()
         self._failures.check()
         self.expect_whole()
         self._window.expect_frozen()
@@ -436,18 +466,60 @@ class StepCoordinator:
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
         reads = self._changes.launched_reads()  # of an evaluation since backward, say
         for job in jobs:
-            self._changes.begin_update(job.record.index, job.ticket)
+            self._changes.begin_update(job.record.index, self._published(job))
         order = self._executor.step_order([job.record.index for job in jobs])
-        step = StepJobs(account, jobs, before=self._last.decided, reads=reads, order=order or None)
-        if jobs:
+        # Where another part of the model has gradients, the ranks of this one decide with it; and with other ranks of
+        # this part where these may have gradients, as the script here has dropped all.
+        writes, group = self._group.writes.value, self._group
+        is_decided = not jobs and group.across is None and writes == self._writes_before
+        self._writes_before = writes
+        step = StepJobs(
+            account,
+            jobs,
+            before=self._last.decided,
+            reads=reads,
+            order=None if is_decided else order,
+            writes=writes,
+        )
+        if not is_decided:
+            group.steps.note(account.step)
             self._pipeline.submit(functools.partial(self._decider.decide, step))
+        if not self._is_alone:
+            self._executor.step_decided_by(step.decided)
         return step
+
+    def _published(self, job: UpdateJob) -> Ticket:
+        """Return a ticket that is done when the device has the weights that all ranks have updated."""
+        whole, group = job.record.whole_param, self._group
+        if whole is None or self._publishing is None:
+            return job.ticket
+        params, label = whole.memory[: job.record.num_trainable], f"{job.record.name}.param"
+        return self._publishing.submit(
+            lambda: group.updates.all_gather(params, label), after=[job.ticket], label=job.record.name
+        )
+
+    def _expect_backward_ended(self) -> None:
+        """Over several ranks, raise after an error or Ctrl-C in backward: the others wait for what will not come."""
+        if self._is_alone:
+            return
+        self._failures.check_readable()
+        if self._in_backward:
+            lost = StateError(
+                "a backward of this rank did not come to its end, and the other ranks wait for what it has not sent: "
+                "over several ranks nothing goes on from there. Start again from a checkpoint"
+            )
+            self._failures.spoil(lost)
+            raise lost
 
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero (`optimizer.zero_grad()`).
 
         Raises StateError where a backward has updated weights, all or some, and what has failed and was not raised yet.
         """
+        self._expect_backward_ended()
+        if not self._is_alone:
+            self._wait_decided()  # [Note: where a refused step is told]
+        self._group.note_write("zero_grad", set_to_none)
         with uninterrupted:
             self._failures.check_readable()
             self._expect_droppable()

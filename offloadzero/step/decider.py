@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from offloadzero.config import LossScaleConfig
 from offloadzero.fail_points import through
 from offloadzero.memory.tickets import Failures
+from offloadzero.ranks.group import Group, TakenStep
+from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
 from offloadzero.step.account import Accounts, names_text
 from offloadzero.step.job import StepJobs, UpdateJob
 from offloadzero.step.step_decision import LossScale, decide_step
@@ -34,6 +39,7 @@ class Decider:
         self,
         accounts: Accounts,
         *,
+        group: Group,
         failures: Failures,
         max_norm: float,
         skip_nonfinite: bool,
@@ -41,6 +47,7 @@ class Decider:
     ) -> None:
         """Make the decider. `max_norm` 0 means no clipping."""
         self._accounts = accounts
+        self._group = group
         self._failures = failures
         self._max_norm = max_norm
         self._skip_nonfinite = skip_nonfinite
@@ -116,11 +123,39 @@ class Decider:
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
         """The squared norms on which the decision rests; none where there is nothing to decide."""
-        return step.sq_norms()
+        is_divided = any(job.record.shard.world_size > 1 for job in step.jobs)
+        account = step.account
+        return self._group.agree_on_step(
+            TakenStep(account.step, account.hypers, step.writes, self._own_total(step), is_divided)
+        )
+
+    def _own_total(self, step: StepJobs) -> float | None:
+        """The sum of the squared norms for which this rank speaks: [Note: the axes of a mesh].
+
+        NaN where some gradient is not finite, None where there is none.
+        """
+        if not step.jobs:
+            return None
+        own = step.sq_norms()
+        if not all(map(math.isfinite, own)):
+            return math.nan
+        if self._group.tensor_rank:
+            own = [
+                job.gradient.sq_norm_of(slot)
+                for job in step.jobs
+                for slot in job.gradient.present_slots
+                if is_divided_by_tensor_parallelism(slot.param)
+            ]
+        return math.fsum(own)
 
     def _non_finite(self, step: StepJobs) -> Sequence[str]:
-        """The units whose gradients are not finite."""
-        return [gradient.record.name for gradient in step.gradients if not gradient.is_finite]
+        """The units whose gradients are not finite, on some rank."""
+        found = [not job.gradient.is_finite for job in step.jobs]
+        flags = torch.tensor(found, dtype=torch.uint8, device="cpu")
+        if step.jobs:
+            self._group.decisions.all_reduce(flags, f"step {step.account.step}", largest=True)
+        names = [job.record.name for job, flag in zip(step.jobs, flags.tolist(), strict=True) if flag]
+        return names or ["a unit of another part of the model"]
 
     def _tell_skip(self, step: StepJobs, names: Sequence[str], scale: float) -> None:
         self._num_skips += 1

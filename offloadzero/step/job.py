@@ -84,6 +84,7 @@ class StepJobs:
         before: Ticket = FINISHED,
         reads: Ticket = FINISHED,
         order: Sequence[int] | None = None,
+        writes: int = 0,
     ) -> None:
         """Take the jobs of a step.
 
@@ -91,8 +92,10 @@ class StepJobs:
             before: done when the step before has been decided: a step with nothing to decide comes after it.
             reads: done when the weights before the step have been read.
             order: of the records, in which they are updated if all of them are; None: nothing is left to decide.
+            writes: the sum of the values that scripts had written when the step was taken.
         """
         self.account = account
+        self.writes = writes
         self.jobs = tuple(jobs)
         self.reads = reads
         self._order = order or ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
+from offloadzero.step.reduction import Reduction
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import update_ranges
 
@@ -49,6 +49,7 @@ class Landing:
         clock: StepClock,
         num_threads: int | None,
         cores: Collection[int],
+        reduction: Reduction,
         decider: Decider,
         pipeline: UpdatePipeline,
     ) -> None:
@@ -59,6 +60,7 @@ class Landing:
             staging: host buffers of gradients that are added to one at home.
             norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
             cores: CPUs that landing keeps to; empty: any.
+            reduction: makes gradients those of all ranks, on the lane.
             decider: says whether a job whose gradient is home is applied.
             pipeline: takes such a job.
         """
@@ -68,6 +70,7 @@ class Landing:
         self._norm_scratch = None if norm_scratch is None else norm_scratch.bytes
         self._clock = clock
         self._num_threads = num_threads
+        self._reduction = reduction
         self._decider = decider
         self._pipeline = pipeline
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
@@ -78,14 +81,26 @@ class Landing:
 
     # --- in backward ---
 
-    def reserve(self, gradient: RecordGradient) -> Place:
-        """Reserve the place where a record's gradient of this backward will land; waits for a buffer."""
+    def reserve(self, gradient: RecordGradient) -> Place | None:
+        """Reserve the place where a record's gradient of this backward will land; waits for a buffer.
+
+        None where it stays in its home on the device, and where it is reduced: other ranks wait in the reduction, so
+        what must be waited for comes after it.
+        """
+        if gradient.lease is None or gradient.record.is_reduced:
+            return None
+        return self._place(gradient, self._take_host, adds=bool(gradient.present))
+
+    def _place(
+        self, gradient: RecordGradient, take: Callable[[BufferPool], Borrowed], *, adds: bool
+    ) -> Place:
+        """Return the place of what comes to the host; it `adds` to what earlier micro batches have brought."""
         record, home = gradient.record, gradient.home
         same_dtype = record.grad_dtype == record.dtype
-        if not gradient.present and same_dtype and home is not None and home.is_in_host_memory:
+        if not adds and same_dtype and home is not None and home.is_in_host_memory:
             return Place(home.memory, None, in_place=True)
         in_place = home is None and same_dtype
-        buffer = self._take_host(self._passing if in_place else self._staging)
+        buffer = take(self._passing if in_place else self._staging)
         return Place(buffer.view(record.dtype, record.kept_trainable), buffer, in_place=in_place)
 
     def _take_host(self, pool: BufferPool) -> Borrowed:
@@ -99,7 +114,7 @@ class Landing:
     def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
         """Take a record's gradient of this backward home; `job` follows it. Waits for nothing.
 
-        `place` None: the gradient is in its home already. `before`: the home may be written after it.
+        `place`: as `reserve` has given it. `before`: the home may be written after it.
         """
         gradient, lease = brought.gradient, brought.lease
         if lease is None and not gradient.closed:
@@ -109,42 +124,55 @@ class Landing:
         if not gradient.landed.done():
             before = AllOf([before, gradient.landed])  # of gradients that were dropped since
         done = gradient.begin_landing()
-        if lease is None or place is None:
+        if lease is None:
             self._land(gradient, done, [self._store.accelerator.computed()], None, job)
             return
-        merge = None
-        if place.in_place:
+        if place is not None and place.in_place:
             gradient.pass_in(place.buffer)
-        else:
-            merge = functools.partial(
-                through("landing.merge", self._merge, gradient.record.name),
-                gradient,
-                place,
-                brought.places,
-                brought.earlier,
-                brought.factors,
-            )
-        self._land(gradient, done, [self._copy_to_host(brought, place, before)], merge, job, held=lease)
+        landed_at = [] if place is None else [place]
+        merge_at = through("landing.merge", self._merge, gradient.record.name)
+        places, earlier, factors = brought.places, brought.earlier, brought.factors
 
-    def _copy_to_host(self, brought: Brought, place: Place, before: Ticket) -> Ticket:
-        accelerator, flat, lease, leases = (
-            self._store.accelerator,
-            brought.flat,
-            brought.lease,
-            brought.leases,
-        )
+        def merge() -> None:
+            if not landed_at[0].in_place:
+                merge_at(gradient, landed_at[0], places, earlier, factors)
+
+        copied = self._copy_to_host(brought, landed_at, before)
+        self._land(gradient, done, [copied], merge, job, held=lease)
+
+    def _copy_to_host(self, brought: Brought, landed_at: list[Place], before: Ticket) -> Ticket:
+        """Reduce a gradient and copy what is kept of it, on the lane, to its place; `landed_at` has that afterwards."""
+        record, lease, leases = brought.gradient.record, brought.lease, brought.leases
         if lease is None:
-            raise AssertionError(f"{brought.gradient.record.name} has no gradient lease")
+            raise AssertionError(f"{record.name} has no gradient lease")
+        self._reduction.submit(record)
+        accelerator = self._store.accelerator
 
         def copy() -> None:
             try:
-                before.wait()  # the last update may still read the gradient's home
-                accelerator.copy(place.flat, flat)
+                part = self._reduction.reduce(brought)
+                # The last update may still read the gradient's home. In the reduction other ranks wait for this one.
+                before.wait()
+                if landed_at:
+                    accelerator.copy(landed_at[0].flat, part)
+                else:
+                    landed_at.append(self._bring(brought, part))
             finally:
                 if not lease.temporary:
                     leases.give_back(lease, last_use=accelerator.launched())
 
-        return self._d2h.submit(copy, fence=accelerator.fence(), label=brought.gradient.record.name)
+        return self._d2h.submit(copy, fence=accelerator.fence(), label=record.name)
+
+    def _bring(self, brought: Brought, part: torch.Tensor) -> Place:
+        """Copy or add a reduced gradient to its place, on the lane; return that."""
+        gradient, home = brought.gradient, brought.gradient.home
+        if home is not None and home.is_on_device:
+            self._add(gradient, home.memory, part, brought.places, brought.earlier, brought.factors)
+            return Place(home.memory, None, in_place=True)
+        adds = bool(brought.earlier)
+        place = self._place(gradient, lambda pool: Borrowed(pool.take(), pool), adds=adds)
+        self._store.accelerator.copy(place.flat, part)
+        return place
 
     def close(self, gradient: RecordGradient, *, job: UpdateJob | None) -> None:
         """Close the window of a gradient at home; `job` follows when all work launched so far has run."""

@@ -16,13 +16,22 @@ After backward(create_graph=True) another tensor of the same source is there, wh
 
 A script may keep a dropped gradient and go on to make the next one. In torch these are two tensors; here the home would
 be the next one's, so the kept one becomes an error.
+
+[Note: param.grad over several ranks]
+When backward has ended a gradient is the mean over the ranks, and each rank keeps its part. A read gathers the parts,
+so all ranks read the same gradients in the same order, as they read the same weights ([Note: ranks say what they read]
+in streaming/announcements.py). The norms of all gradients are gathered at once when the first one is asked for: so
+`clip_grad_norm_` is one collective. An edit sends nothing. Each rank keeps its part of the value, or the factor, and
+notes what it did: a rank that has edited otherwise is found at the next fetch or step.
+
+Before that, in a hook say, a gradient is one rank's own, and belongs to no step: to read it there is refused.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import NamedTuple
 
@@ -35,8 +44,11 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
+from offloadzero.streaming.announcements import Announcements
+from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
@@ -230,15 +242,30 @@ class GradientAccess:
     def __init__(
         self,
         store: TieredStore,
+        homes: HomeAccess,
         *,
+        group: Group,
+        announcements: Announcements,
         clock: StepClock,
         num_threads: int | None,
         gradients: WindowGradients,
         previous_update: Callable[[int], Ticket],
         updates_in_backward: bool,
     ) -> None:
-        """Make the access. `previous_update` gives a record's last update."""
+        """Make the access.
+
+        Args:
+            homes: gathers a home of which each rank has a part.
+            announcements: by them the ranks tell each other what they read.
+            previous_update: gives a record's last update.
+        """
         self._store = store
+        self._homes = homes
+        self._group = group
+        self._announcements = announcements
+        # The squared norms of what the homes hold on all ranks together, by record and slot; and the gradients then.
+        self._shared_sq_norms: dict[int, Sequence[float]] = {}
+        self._measured: list[tuple[RecordGradient, Ticket]] = []
         self._device = store.accelerator.device
         self._clock = clock
         self._num_threads = num_threads
@@ -281,7 +308,22 @@ class GradientAccess:
         return state, slot
 
     def _expect_reachable(self, state: RecordGradient, slot: ParamSlot, source: ParamGradient) -> None:
-        """Raise StateError where the gradient is not to be had now."""
+        """Raise StateError where a gradient of several ranks is not to be had now."""
+        if self._group.is_alone:
+            return
+        why = ""
+        if self._group.across is not None:
+            why = "in a mesh gradients are reduced unit by unit, and no rank has one to read or to edit"
+        elif (
+            current_graph_task_id() >= 0  # it may be reduced on this rank, and on another not yet
+            or slot.index in state.arrived
+            or source.contribution is not None
+        ):
+            why = "over several ranks a gradient is the mean of all ranks when backward has ended, not before"
+        if why:
+            raise StateError(
+                f"{source.name}: {why}: engine.get_global_grad_norm() gives the norm of a step, gradient_clipping clips"
+            )
 
     # --- calls from param.grad ---
 
@@ -336,7 +378,7 @@ class GradientAccess:
             if not bound <= torch.finfo(source.dtype).max:
                 return False  # an element may overflow
         state.set_factor(slot, before * factor)
-        self._note_edit(state, slot, f"times {before * factor!r}")
+        self._note_edit(state, slot, "times", before * factor)
         return True
 
     def clear(self, source: ParamGradient) -> Contribution | None:
@@ -411,6 +453,8 @@ class GradientAccess:
         state.forget(slot)
         # This waits until the value is there, also on the device.
         state.assign(slot, device_math.sq_norm(target, num_threads=self._num_threads))
+        self._measured = []
+        self._note_edit(state, slot, "stored", values=value)
 
     def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
         """Return the landed gradient with its factor, flat, in the home's dtype, on the device."""
@@ -424,22 +468,56 @@ class GradientAccess:
         factor = state.factors.get(slot.index, 1.0)
         return value if factor == 1.0 else value * factor
 
-    def _read_home(self, state: RecordGradient, slot: ParamSlot, home: Segment) -> Tensor:  # noqa: ARG002
+    def _read_home(self, state: RecordGradient, slot: ParamSlot, home: Segment) -> Tensor:
         """Return what the home holds of a parameter, flat, in the home's dtype; it may be the home itself."""
-        if home.is_in_memory:
+        is_whole = state.record.shard.world_size == 1
+        if is_whole and home.is_in_memory:
             return home.memory[slot.offset : slot.offset + slot.num_elements]
         flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
         with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-            self._store.read(home, flat, start=slot.offset).wait()
+            if is_whole:
+                self._store.read(home, flat, start=slot.offset).wait()
+            else:
+                self._homes.gather(state.record, slot, home, flat, f"{slot.name}.grad")
         return flat
 
     def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
-        """Return the squared norm of what the home holds of a parameter."""
-        self._wait_landed(state)
-        return state.sq_norms[slot.index]
+        """Return the squared norm of what the home holds of a parameter, on all ranks together."""
+        if state.record.shard.world_size == 1:
+            self._wait_landed(state)
+            return state.sq_norms[slot.index]
+        present = self._gradients.present()
+        measured = [(gradient, gradient.landed) for gradient in present]
+        if len(measured) != len(self._measured) or any(
+            one is not other or landed is not before
+            for (one, landed), (other, before) in zip(measured, self._measured, strict=True)
+        ):
+            self._gather_sq_norms(present)
+            self._measured = measured
+        return self._shared_sq_norms[state.record.index][slot.index]
 
-    def _note_edit(self, state: RecordGradient, slot: ParamSlot, what: str) -> None:
-        """Take note of an edit of the gradient."""
+    def _gather_sq_norms(self, present: Sequence[RecordGradient]) -> None:
+        with self._store.failures.whole("the norms of gradients over the ranks"):
+            for gradient in present:
+                self._wait_landed(gradient)
+            norms = [norm for gradient in present for norm in gradient.sq_norms]
+            own = torch.tensor(norms, dtype=torch.float64, device="cpu")
+            with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+                self._announcements.announce_gradient_norms(len(present))
+                self._group.states.all_reduce(own, "the norms of gradients")
+        totals = iter(own.tolist())
+        self._shared_sq_norms = {
+            gradient.record.index: [next(totals) for _ in gradient.sq_norms] for gradient in present
+        }
+
+    def _note_edit(
+        self, state: RecordGradient, slot: ParamSlot, *what: object, values: Tensor | None = None
+    ) -> None:
+        """Take note of an edit of the gradient, which all ranks make."""
+        record = state.record
+        self._group.note_write(
+            record.index, slot.index, "grad", *what, values=values, dtype=record.grad_dtype
+        )
 
     def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
         """Return a contribution of the running backward, with earlier ones added."""

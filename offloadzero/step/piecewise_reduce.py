@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadzero.sharding.ranks import Ranks
+from offloadzero.ranks.group import Group
 from offloadzero.update.records import Record
 
 
 class PiecewiseReduce:
     """Reduces gradients in `dtype`; used by one lane."""
 
-    def __init__(self, ranks: Ranks, memory: Tensor, *, dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, memory: Tensor, *, dtype: torch.dtype) -> None:
         """Use `memory`, uint8, on the device, of the largest `gradient_piece_bytes`."""
-        self._ranks = ranks
+        self._group = group
         self._memory = memory.view(dtype)
 
     def reduce(self, record: Record, flat: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class PiecewiseReduce:
         Each rank divides what it sends, as DistributedDataParallel does. Where nothing is divided, this rank's part is
         all of it.
         """
-        gradients, label = self._ranks.gradients, f"{record.name}.grad"
+        gradients, label = self._group.gradients, f"{record.name}.grad"
         num_parts = record.shard.world_size
         parts = flat.view(num_parts, -1)
         own = parts[record.shard.rank]
@@ -36,7 +36,7 @@ class PiecewiseReduce:
         for columns, kept in zip(parts.split(num_columns, 1), own.split(num_columns), strict=True):
             wire = self._memory[: columns.numel()]
             wire.view(columns.shape).copy_(columns)
-            wire.div_(self._ranks.spec.world_size)
+            wire.div_(self._group.spec.world_size)
             if num_parts > 1:
                 kept.copy_(gradients.reduce_scatter(wire, label))
             else:

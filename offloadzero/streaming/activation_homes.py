@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.segments import TierName
 from offloadzero.streaming.activation_memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
+from offloadzero.streaming.input_parts import InputPart, InputParts
 
 
 class InputSpace(Protocol):
@@ -59,6 +61,7 @@ class InputCopy:
     home: Home
     sent: Sent
     label: str
+    part: InputPart | None  # None: all of it is in the home
 
     @property
     def copied(self) -> LaneTicket:
@@ -66,12 +69,17 @@ class InputCopy:
         return self.sent.copied
 
     def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        """Fill `target`, device, shape (n,), which may be written behind `fence`."""
+        """Fill `target`, device, shape (n,), of the whole input, which may be written behind `fence`."""
         after = [self.sent.copied, self.sent.written]
-        return self.homes.fetcher.submit(self.home, target, after=after, fence=fence, label=self.label)
+        copy = None if self.part is None else self.part.fetch()
+        return self.homes.fetcher.submit(
+            self.home, target, after=after, fence=fence, label=self.label, copy=copy
+        )
 
     def expect_fetched(self) -> None:
         """Raise StateError where the last fetch, which is over, has found that it would bring something else."""
+        if self.part is not None:
+            self.part.expect_fetched()
 
     def release(self) -> None:
         """Give the home back."""
@@ -81,22 +89,36 @@ class InputCopy:
 class InputHomes:
     """The transfers of inputs to and from one tier: [Note: one way in and out]."""
 
-    goes_by_order = False  # whether fetches follow from the order of the calls alone, and from no time
-
-    def __init__(self, space: InputSpace, *, sender: Sender, fetcher: Fetcher) -> None:
+    def __init__(
+        self, space: InputSpace, *, sender: Sender, fetcher: Fetcher, parts: InputParts | None
+    ) -> None:
+        """Make the homes. `parts` divides inputs among ranks; None: this one keeps them whole."""
         self.space = space
         self.num_ahead = INPUTS_AHEAD[space.tier]  # calls whose inputs are fetched ahead
+        self.goes_by_order = (
+            parts is not None
+        )  # fetches follow from the order of the calls alone, and from no time
         self.sender = sender
         self.fetcher = fetcher
+        self._parts = parts
 
     def send(self, source: torch.Tensor, label: str, *, call: int) -> InputCopy:
-        """Start the copy of `source`, device, shape (n,), an input of the call of this number."""
+        """Start the copy of what is kept of `source`, device, shape (n,), an input of the call of this number."""
+        part = None
+        if self._parts is not None:
+            part = self._parts.divide(source, label, is_inside=self.space.tier.is_device)
+        kept, copy = source, None
+        if part is not None:
+            kept, copy = part.of(source), functools.partial(part.send, source)
         home, sent = self.sender.submit(
-            source,
-            lambda: self.space.take(source.dtype, source.numel(), label, call=call),
+            kept,
+            lambda: self.space.take(kept.dtype, kept.numel(), label, call=call),
             label=label,
+            copy=copy,
         )
-        return InputCopy(self, home, sent, label)
+        if part is not None:
+            part.was_submitted(source)
+        return InputCopy(self, home, sent, label, part)
 
     def close(self) -> None:
         """Finish the transfers, stop the threads, give the memory back."""
@@ -394,17 +416,15 @@ def _no_buffer() -> PooledBuffer:
     return PooledBuffer(torch.empty(0, dtype=torch.uint8, device="cpu"))  # of no size yet
 
 
-MakeHomes = Callable[..., InputHomes]  # as InputHomes is called
-
-
-def homes_in_memory(space: MemorySpace, *, store: TieredStore, make: MakeHomes = InputHomes) -> InputHomes:
+def homes_in_memory(space: MemorySpace, *, store: TieredStore, parts: InputParts | None = None) -> InputHomes:
     """Make the homes of inputs that wait in memory."""
     d2h = store.accelerator.lane("activation-d2h", store.failures)
     h2d = store.accelerator.lane("activation-h2d", store.failures)
-    return make(
+    return InputHomes(
         space,
         sender=Sender(store, lane=d2h, writer=None, staging=None),
         fetcher=Fetcher(store, lane=h2d, reader=None, staging=None),
+        parts=parts,
     )
 
 
@@ -417,7 +437,7 @@ def homes_on_file(
     reserve: Reserve,
     paths: Sequence[Path],
     aio: AioConfig,
-    make: MakeHomes = InputHomes,
+    parts: InputParts | None = None,
 ) -> InputHomes:
     """Make the homes of inputs that leave the device for files of their own."""
     space = FileSpace(
@@ -440,4 +460,4 @@ def homes_on_file(
         reader=store.accelerator.lane("activation-read", store.failures),
         staging=InputStaging(space, memory, store, None),
     )
-    return make(space, sender=sender, fetcher=fetcher)
+    return InputHomes(space, sender=sender, fetcher=fetcher, parts=parts)

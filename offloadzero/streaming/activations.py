@@ -43,7 +43,6 @@ from offloadzero.streaming.activation_homes import (
     EndedCells,
     InputCopy,
     InputHomes,
-    MakeHomes,
     MemorySpace,
     homes_in_memory,
     homes_on_file,
@@ -57,6 +56,7 @@ from offloadzero.streaming.activation_memory import (
     PlannedMemory,
     Reserve,
 )
+from offloadzero.streaming.input_parts import InputParts
 
 NUM_SENDING = 2  # inputs whose device memory is held for their copies
 
@@ -294,22 +294,21 @@ def make_activation_store(
     pin_memory: bool,
     nvme_paths: Sequence[Path],
     aio: AioConfig,
-    gathered: MakeHomes | None = None,
+    parts: InputParts | None = None,
 ) -> ActivationStore:
     """Make the store whose homes are on `tier`.
 
     Args:
         budgets, planned_bytes: the host's and NVMe's bytes.
         planned: the memory planned for inputs, if any.
-        gathered: makes the homes of inputs of which other ranks have parts; None: this one keeps them whole.
+        parts: divides inputs among the ranks that have the same ones; None: this one keeps them whole.
     """
     ended = EndedCells(clock=clock, failures=store.failures)
     home: InputHomes | None = None
-    make = gathered or InputHomes
     if tier.is_device:
-        if gathered is not None:
+        if parts is not None:
             on_device = GrowingDeviceMemory(store.accelerator)
-            home = homes_in_memory(MemorySpace(tier, on_device, ended, store=store), store=store, make=make)
+            home = homes_in_memory(MemorySpace(tier, on_device, ended, store=store), store=store, parts=parts)
     else:
         host = Reserve(
             TierName.HOST,
@@ -319,7 +318,7 @@ def make_activation_store(
         )
         memory = HostMemory(store.accelerator, host, pin_memory, planned)
         if tier.is_host_memory:
-            home = homes_in_memory(MemorySpace(tier, memory, ended, store=store), store=store, make=make)
+            home = homes_in_memory(MemorySpace(tier, memory, ended, store=store), store=store, parts=parts)
         else:
             nvme = Reserve(
                 TierName.NVME, budget=budgets[TierName.NVME], planned_bytes=planned_bytes[TierName.NVME]
@@ -332,7 +331,7 @@ def make_activation_store(
                 reserve=nvme,
                 paths=nvme_paths,
                 aio=aio,
-                make=make,
+                parts=parts,
             )
     fetched: FetchMemory = GrowingFetchMemory(store.accelerator)
     if planned is not None:

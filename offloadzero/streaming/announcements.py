@@ -22,9 +22,9 @@ import torch
 from offloadzero.errors import RankError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
+from offloadzero.ranks.board import is_fake
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.board import is_fake
-from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.block_acts import BlockAct
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -39,10 +39,11 @@ class Announcements:
     """Tells the other ranks the next act of this one, and compares it with theirs."""
 
     def __init__(
-        self, ranks: Ranks, records: Sequence[Record], *, clock: StepClock, failures: Failures
+        self, group: Group, records: Sequence[Record], *, clock: StepClock, failures: Failures
     ) -> None:
-        self._channel = ranks.states
-        self._is_first = ranks.is_first
+        self._channel = group.states
+        self._is_first = group.is_first
+        self._is_alone = group.is_alone
         self._records = records
         self._clock = clock
         self._failures = failures
@@ -52,10 +53,10 @@ class Announcements:
     def announce_read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> None:
         """Tell the others that a parameter's part of a segment is read next. Raises StateError unless all read it.
 
-        The caller waits for a state; a rank that follows the first one has been told already.
+        The caller waits for a state or a gradient; a rank that follows the first one has been told already.
         """
         if not self._follows:
-            self._say(record.index, slot.index, record.spec.kinds.index(kind))
+            self._say(record.index, slot.index, _kinds(record).index(kind))
 
     def announce_block(self, act: BlockAct, num_params: int, modifier: int, *, label: str) -> None:
         """Tell the others an act on gathered parameters. Raises StateError unless all do the same.
@@ -64,23 +65,21 @@ class Announcements:
         """
         self._say(act, num_params, modifier, label=label)
 
-    def announce_gradient(self, record: Record, slot: ParamSlot) -> None:
-        """Tell the others that a gradient is read next. Raises StateError on all ranks unless all of them read it."""
-        with self._clock.waiting("gradient access"), self._failures.handed_over():
-            self._say(record.index, slot.index, len(record.spec.kinds))
-
     def announce_gradient_norms(self, num_records: int) -> None:
-        """Tell the others that the norms of so many units' gradients are read next. Raises StateError unless all do."""
-        with self._clock.waiting("gradient access"), self._failures.handed_over():
-            self._say(_NORMS, num_records)
+        """Tell the others that the norms of so many units' gradients are read next. Raises StateError unless all do.
+
+        The caller waits for a gradient.
+        """
+        self._say(_NORMS, num_records)
 
     def announce_load(self) -> None:
         """Tell the others that a checkpoint is loaded next: what is agreed on then has the sizes of nothing else.
 
         Raises StateError on all ranks unless all of them do.
         """
-        with self._clock.waiting("state access"), self._failures.handed_over():
-            self._say(_LOADS)
+        if not self._is_alone:
+            with self._clock.waiting("state access"), self._failures.handed_over():
+                self._say(_LOADS)
 
     def read_by_first(self, work: Callable[[], None], read: Read) -> None:
         """Do `work` on the first rank: [Note: the first rank reads, the others follow]. All ranks call this.
@@ -138,6 +137,8 @@ class Announcements:
     ) -> list[int]:
         """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
         own = [what, place, kind, num_said, int(self._leads)]
+        if self._is_alone:
+            return own[:-1]
         act = label or f"what the ranks do ({self._text(*own)})"
         if is_fake():
             raise StateError(f"{act}: the other ranks' parts are not there in torch's fake process group")
@@ -167,6 +168,10 @@ class Announcements:
         if what < 0:
             return BlockAct(what).text(place, kind)
         record = self._records[what]
-        kinds = [*record.spec.kinds, SegmentKind.GRAD]
-        name = f"{record.slots[place].name} ({kinds[kind].value})"
+        name = f"{record.slots[place].name} ({_kinds(record)[kind].value})"
         return f"reads {name}{' to save it' if leads else ''}"
+
+
+def _kinds(record: Record) -> list[SegmentKind]:
+    """The kinds of segments that ranks read together, by the numbers that they tell each other."""
+    return [*record.spec.kinds, SegmentKind.GRAD]

@@ -25,7 +25,7 @@ from offloadzero.arithmetic.block_codes import (
     piece_elements,
 )
 from offloadzero.config.schema import ZeroPlusPlusConfig
-from offloadzero.sharding.ranks import Channel
+from offloadzero.ranks.group import Collectives
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.wire import WireRegion, wire_regions
@@ -62,7 +62,7 @@ class CodedGather:
         region: WireRegion,
         target: Tensor,
         shard: Tensor,
-        channel: Channel,
+        channel: Collectives,
         label: str,
         *,
         copy: Callable[[Tensor, Tensor], None],

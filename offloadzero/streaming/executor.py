@@ -3,27 +3,37 @@
 The residency policy decides which units are there, which stay and which leave; their leases carry that out. Code that
 computes with a unit calls the executor, code that changes one its `changes` (unit_changes.py), and code that reads one
 outside of its module's forward unit_reads.py.
+
+[Note: where a refused step is told]
+After a step whose gradients are not finite a script may go on, from the line where it got the error. That must be the
+same line on all ranks: between two such lines a rank may have begun a fetch that the others never issue. One process
+raises the error as soon as it knows it, and where the first units are frozen their forward waits for nothing. Several
+ranks wait for the decision where a step's forward begins, and in `zero_grad()`; the weights of trainable units are not
+there before it in any case.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.ranks.group import Group
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.streaming.unit_fetches import UnitFetches
+from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.torch_private import current_autograd_node
+from offloadzero.torch_private import active_ddp_module, current_autograd_node
 from offloadzero.update.flat_layout import slot_layout
 from offloadzero.update.records import Record
 
@@ -39,15 +49,22 @@ class Executor:
         unit_arena: Arena,
         staging: BufferPool,
         clock: StepClock,
+        group: Group,
+        gather: UnitGather,
     ) -> None:
+        """Make the units, their leases and fetches. `gather` makes units whole that come in shards."""
         self._store = store
+        self._is_alone = group.is_alone
+        self._gather = gather
         self._has_streams = store.accelerator.has_streams
         self._clock = clock
         # With CUDA backward runs on a thread of autograd's, while the script's own thread may call, too.
         self._lock = threading.RLock()
         self.units = leased_units(records, store)
-        self.residency = self._make_residency(unit_arena.num_bytes)
-        self._fetches = self._make_fetches(staging)
+        self.residency = ResidencyPolicy(
+            self.units, arena_bytes=unit_arena.num_bytes, by_order=not self._is_alone
+        )
+        self._fetches = UnitFetches(store, staging=staging, clock=clock, gather=gather)
         self.leases = UnitLeases(
             self.units,
             store,
@@ -64,17 +81,15 @@ class Executor:
         self._num_forwards = 0  # the number of nested forwards of sites
         self._outermost_evaluates = False
         self._forward_thread = 0  # the thread of the running forward
+        self._params = frozenset(id(slot.param) for record in records for slot in record.slots)
+        self._decided: Ticket = FINISHED  # the decision over the last step
+        # Units by the order of their first forward, until that is asked for; None: it has been, or nobody asks.
+        self._entered: dict[int, None] | None = None if self._is_alone else {}
         # [low, high): the addresses at which a saved tensor is a weight of this engine.
         self.address_range = (
             store.device.buffer.data_ptr(),
             store.device.buffer.data_ptr() + store.device.num_bytes,
         )
-
-    def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
-        return ResidencyPolicy(self.units, arena_bytes=arena_bytes)
-
-    def _make_fetches(self, staging: BufferPool) -> UnitFetches:
-        return UnitFetches(self._store, staging=staging, clock=self._clock)
 
     # --- use ---
 
@@ -159,9 +174,11 @@ class Executor:
         """Begin the forward of a site that needs `indices`; its parameters are ordinary ones until `leave_forward`.
 
         An error leaves everything as it was. The call must not be interrupted. Raises StateError while another thread
-        is in a forward, and for a unit that backward has updated before `step()`.
+        is in a forward, and for a unit that backward has updated before `step()`; what `_meet_others` raises.
         """
         if not self._num_forwards:
+            if not self._is_alone:
+                self._meet_others()
             self._forward_thread = threading.get_ident()
         elif self._forward_thread != threading.get_ident():
             raise StateError(
@@ -186,6 +203,40 @@ class Executor:
         if not self._num_forwards:
             self._outermost_evaluates = evaluating
         self._num_forwards += 1
+        if self._entered is not None and not evaluating:
+            self._entered.update(dict.fromkeys(indices))
+
+    def _meet_others(self) -> None:
+        """Begin an outermost forward over several ranks: [Note: where a refused step is told].
+
+        Raises NonFiniteError where the last step was refused, on all ranks here, and ConfigError where
+        DistributedDataParallel is around the model.
+        """
+        wrapper = active_ddp_module()
+        if wrapper is not None and any(id(param) in self._params for param in wrapper.module.parameters()):
+            allowed = (
+                "the module in it: its gradients are averaged over the ranks here. Frameworks that wrap the model so "
+                "(accelerate's prepare(), the Trainer of transformers) do not train it over several ranks"
+            )
+            raise ConfigError("model", type(wrapper).__name__, allowed)
+        if not self.is_evaluating:
+            if not self._decided.done():
+                with self._clock.waiting("decision"), self._store.failures.handed_over():
+                    self._decided.wait()
+            self._store.failures.check()
+
+    def step_decided_by(self, decided: Ticket) -> None:
+        """Let no forward of the next step begin before `decided`, over several ranks."""
+        self._decided = decided
+
+    def take_entered(self) -> list[int]:
+        """Return the units of this rank's first forwards, in their order; over several ranks it is noted until then."""
+        entered, self._entered = self._entered, None
+        return list(entered or ())
+
+    def call_before_backward(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called before each fetch that a backward asks other ranks for; None: no longer."""
+        self._gather.before_backward = call
 
     def leave_forward(self, indices: Sequence[int]) -> None:
         """End the site's forward."""
@@ -226,7 +277,19 @@ class Executor:
         self._spoiled.add(index)
 
     def gradients_complete(self, index: int) -> None:
-        """End the unit's use: no operation of this backward reads its weights any more."""
+        """End the unit's use: no operation of this backward reads its weights any more.
+
+        Over several ranks it goes on until the next one, or the end of the backward: [Note: what a rank fetches].
+        """
+        if self._is_alone:
+            self._end_use(index)
+
+    def end_backward(self) -> None:
+        """End the uses of this backward, whose end all ranks have reached."""
+        if not self._is_alone and self.residency.current >= 0:
+            self._end_use(self.residency.current)
+
+    def _end_use(self, index: int) -> None:
         with self._lock:
             self.residency.end_use(index)
             self.leases.prefetch()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.spill import take
 from offloadzero.streaming.weights import encode
@@ -16,15 +16,13 @@ from offloadzero.update.kept import kept_params, kept_place
 from offloadzero.update.records import Record
 
 
-def write_weights(
-    record: Record, store: TieredStore, *, agree: Callable[[torch.Tensor], None], channel: Any = None
-) -> None:
+def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: bool = True) -> None:
     """Write the module's present values to the record's homes and free them in the module.
 
-    fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. `agree` overwrites
-    values with those of the first rank, where there are several ranks; `channel` gathers those that the ranks have in
-    parts.
+    fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. Over several ranks
+    those that these have in parts are gathered, and, unless not `agrees`, all become those of the first rank.
     """
+    channel = None if group.is_alone else group.control
     layout = record.layout()
     param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
     master = None
@@ -33,9 +31,9 @@ def write_weights(
     for slot in record.slots:
         encode(slot, take(slot.param, channel), param, master)
         slot.param.data = torch.zeros((), dtype=record.dtype, device="cpu").expand(slot.shape)
-    agree(param)
-    if master is not None:
-        agree(master)
+    for values in (param, master) if agrees else ():
+        if values is not None:
+            group.agree(values)
     kept_param = kept_params(record, param)
     writes: list[Ticket] = [store.write(record.param_home, kept_param)]
     if master is not None and bool(torch.count_nonzero(master)):

@@ -17,10 +17,13 @@ from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.ranks.group import Group
+from offloadzero.ranks.parts import gather_parts
 from offloadzero.segments import SegmentKind
+from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_place
+from offloadzero.update.kept import kept_parts, kept_place
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record
 
@@ -28,10 +31,21 @@ from offloadzero.update.records import Record
 class HomeAccess:
     """Reads and writes homes between steps; waits for the unit's own update only."""
 
-    def __init__(self, store: TieredStore, changes: UnitChanges, *, clock: StepClock) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        changes: UnitChanges,
+        *,
+        clock: StepClock,
+        group: Group,
+        announcements: Announcements,
+    ) -> None:
+        """Make the access. The ranks tell each other by `announcements` what they read."""
         self._store = store
         self._changes = changes
         self._clock = clock
+        self._group = group
+        self._announcements = announcements
 
     def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         """Read a parameter's part of a segment: a new flat host tensor of the segment's dtype.
@@ -50,8 +64,11 @@ class HomeAccess:
     def write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
         """Write all of `parts`, flat host tensors of their segments' dtypes: [Note: a write is whole].
 
-        Raises what `read` raises.
+        Of several ranks each writes its part; one that writes other values is found at the next fetch or step. Raises
+        what `read` raises.
         """
+        for kind, values in parts.items():
+            self._group.note_write(record.index, slot.index, kind.value, values=values)
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
         with UninterruptedThroughout(), self._clock.waiting("state access"):
             with self._store.failures.handed_over():
@@ -71,8 +88,9 @@ class HomeAccess:
             finally:
                 record.edits.end()
 
-    def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:  # noqa: ARG002
-        """Set the number of updates that the parameter's states have seen."""
+    def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
+        """Set the number of updates that the parameter's states have seen, on all ranks as in `write`."""
+        self._group.note_write(record.index, slot.index, "step", step)
         slot.step = step
 
     def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:
@@ -84,8 +102,29 @@ class HomeAccess:
 
     def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         """Read all of a slot's elements of a segment."""
-        place = kept_place(record, slot, segment.kind)
-        self._store.read(segment, target, start=place.start).wait()
+        if record.shard.world_size == 1 or segment is record.whole_param:
+            place = kept_place(record, slot, segment.kind)
+            self._store.read(segment, target, start=place.start).wait()
+        else:
+            self.gather(record, slot, segment, target, slot.name)
+
+    def gather(
+        self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor, name: str
+    ) -> None:
+        """Fill `target` from the parts of all ranks, which read the same ones: [Note: ranks say what they read].
+
+        The caller waits for a state, or a gradient.
+        """
+        kind = segment.kind
+        # The others wait for this rank until the block ends.
+        with self._store.failures.whole(f"the read of {name} over the ranks"):
+            self._announcements.announce_read(record, slot, kind)
+            parts = kept_parts(record, slot, kind, target)
+            if record.shard.rank in parts:
+                start = kept_place(record, slot, kind).start
+                self._store.read(segment, parts[record.shard.rank], start=start).wait()
+            label = name if kind is SegmentKind.GRAD else f"{name}.{kind.value}"
+            gather_parts(self._group.states, target, parts, label)
 
     def _begin_write(self, record: Record, slot: ParamSlot, segment: Segment, source: torch.Tensor) -> Ticket:
         """Begin to write the part of `source`, all of a slot's elements, that is kept here."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.observe.timeline import D2H
-from offloadzero.sharding.ranks import Channel
+from offloadzero.ranks.group import Collectives
 from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.update.kept import gathered_regions
 from offloadzero.update.records import Record
@@ -29,7 +29,9 @@ from offloadzero.update.records import Record
 class NearCopies:
     """This rank's parts of the copies; what it keeps of them is asked on one thread and moved by one lane."""
 
-    def __init__(self, accelerator: Accelerator, memory: Mapping[int, Tensor], *, weights: Channel) -> None:
+    def __init__(
+        self, accelerator: Accelerator, memory: Mapping[int, Tensor], *, weights: Collectives
+    ) -> None:
         """Use `memory`, by record, uint8, of `near_copy_bytes`; `weights` is a channel of the ranks of a machine."""
         self._accelerator = accelerator
         self._memory = memory

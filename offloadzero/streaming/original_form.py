@@ -9,8 +9,7 @@ rounds the master to 24 bits) comes back as rounded as it would have been traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -18,6 +17,7 @@ from offloadzero.arithmetic import device_math
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.first_values import write_weights
 from offloadzero.streaming.spill import bring_home, file_bytes, is_in_parts
@@ -40,11 +40,11 @@ class OriginalForm:
         self._taken: list[tuple[Record, TieredStore]] = []
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the former ones of a start
 
-    def load(self, store: TieredStore, *, agree: Callable[[torch.Tensor], None], channel: Any = None) -> None:
+    def load(self, store: TieredStore, group: Group) -> None:
         """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py.
 
-        Where there are several ranks `agree` overwrites values with those of the first one, and `channel` gathers those
-        that the ranks have in parts, one parameter at a time: these are the first rank's already.
+        Several ranks take the values of the first one. Those that they have in parts, that rank's already, are
+        gathered one parameter at a time.
         """
         freed = FreedMemory()
         waiting = file_bytes(slot.param for record in self._records for slot in record.slots)
@@ -59,7 +59,7 @@ class OriginalForm:
             ]
             try:
                 store.reserve(record.segments.values(), waiting=waiting)
-                write_weights(record, store, agree=_keep if all(in_parts) else agree, channel=channel)
+                write_weights(record, store, group, agrees=not all(in_parts))
             except BaseException:
                 for slot, value in zip(record.slots, values, strict=True):
                     if value is not None:
@@ -122,10 +122,6 @@ class OriginalForm:
             restore_parameter(slot.param)
             # A tensor of its own: a view of the record's memory would keep all of it.
             slot.param.data = value.to(device, dtype, copy=True)
-
-
-def _keep(_: torch.Tensor) -> None:
-    """Do nothing: all ranks have the same values."""
 
 
 def _give_up(record: Record) -> None:

@@ -33,9 +33,15 @@ MAX_BYTES_OF_PLANS = 1 << 26
 class ResidencyPolicy:
     """Knows the streamed units on the device, protects those in use, and plans which move, by the order of use."""
 
-    def __init__(self, units: Sequence[LeasedUnit], *, arena_bytes: int) -> None:
-        """Begin with all streamed units at home. `arena_bytes`: the bytes that their leases share."""
+    def __init__(self, units: Sequence[LeasedUnit], *, arena_bytes: int, by_order: bool = False) -> None:
+        """Begin with all streamed units at home.
+
+        Args:
+            arena_bytes: the bytes that their leases share.
+            by_order: decide by the order of use alone, never by what has arrived: [Note: what a rank fetches].
+        """
         self._units = units
+        self._by_order = by_order
         # The number of running forwards of sites that need a unit, by unit.
         self.pins = [0] * len(units)
         self.streamed = [u.record.index for u in units if u.residency is not HOME]
@@ -173,10 +179,9 @@ class ResidencyPolicy:
                 protected.append(index)
         return self.present.intersection(protected)
 
-    @staticmethod
-    def _is_arriving(unit: LeasedUnit) -> bool:
+    def _is_arriving(self, unit: LeasedUnit) -> bool:
         """Whether the lease of a unit that is fetched is being written. After that an unused one may leave again."""
-        return unit.fetched is not None and not unit.fetched.done()
+        return self._by_order or (unit.fetched is not None and not unit.fetched.done())
 
     # --- moves ---
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,13 +40,12 @@ from offloadzero.parameters.weight import (
 )
 from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
 
+if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
+    from offloadzero.ranks.building import ValueParts
+
 
 class SpilledWeight:
     """The value of one parameter outside the module: a `Weight` of offloadzero.parameters."""
-
-    members: Sequence[int] | None = (
-        None  # the ranks that have the value together, each a part; None: it is whole
-    )
 
     def __init__(
         self,
@@ -55,9 +54,17 @@ class SpilledWeight:
         *,
         name: str,
         directory: Path | None,
-        kept: torch.Tensor | None = None,
+        parts: ValueParts | None = None,
+        source: int = 0,
     ) -> None:
-        """Keep `value` in host memory, or in an unnamed file in `directory`; with `kept` this part of it."""
+        """Keep `value` in host memory, or in an unnamed file in `directory`.
+
+        With `parts` this rank's part is kept of the value that the rank at place `source` has. All ranks call this.
+        """
+        kept = value.detach().to("cpu")
+        if parts is not None:
+            kept = parts.divide(kept, source=source)
+        self.parts = parts
         self.name = name
         self.shape = value.shape
         self.dtype = value.dtype
@@ -68,7 +75,6 @@ class SpilledWeight:
         self._num_writes = 0
         self._value: torch.Tensor | None = None
         self._file: _UnnamedFile | None = None
-        kept = value.detach().to("cpu") if kept is None else kept
         if directory is None:
             self._value = kept
         else:
@@ -87,10 +93,16 @@ class SpilledWeight:
     @property
     def file_bytes(self) -> int:
         """The bytes of the value on the drive; 0 when it is in memory."""
-        return self._file_bytes(self.shape.numel())
+        return 0 if self._file is None else align_up(self._kept_shape.numel() * self.dtype.itemsize)
 
-    def _file_bytes(self, num_elements: int) -> int:
-        return 0 if self._file is None else align_up(num_elements * self.dtype.itemsize)
+    @property
+    def members(self) -> Sequence[int] | None:
+        """The ranks that have the value together, in the order of their parts; None: it is whole."""
+        return None if self.parts is None else self.parts.ranks.members
+
+    @property
+    def _kept_shape(self) -> torch.Size:
+        return self.shape if self.parts is None else self.parts.kept_shape(self.shape)
 
     @property
     def history(self) -> tuple[int, int]:
@@ -104,20 +116,20 @@ class SpilledWeight:
     def read_to_write(self) -> torch.Tensor:
         """Return the value on the parameter's device, in memory of its own."""
         value = self.read()
-        return value.clone() if self._file is None else value
+        return value.clone() if self._file is None and self.parts is None else value
 
-    def write(self, value: torch.Tensor) -> None:
-        """Replace the value."""
+    def write(self, value: torch.Tensor, *, source: int = 0) -> None:
+        """Replace the value; one in parts by that of the rank at place `source`, and all ranks call this."""
+        kept = value.detach()
         with UninterruptedThroughout():
+            if self.parts is not None:
+                self.parts.announce_write(source=source)
+                kept = self.parts.divide(kept.to("cpu"), source=source)
             self._num_writes += 1
-            self._replace(value.detach())
-
-    def _replace(self, kept: torch.Tensor) -> None:
-        """Replace what is kept here by a tensor of its shape."""
-        if self._file is not None:
-            self._file.write(kept.to("cpu").contiguous())
-        else:
-            self._kept(kept.shape).copy_(kept)
+            if self._file is not None:
+                self._file.write(kept.to("cpu").contiguous())
+            else:
+                self._kept().copy_(kept)
 
     def count_write(self) -> None:
         """Do nothing: a graph over a parameter that is away asks for its `history`."""
@@ -145,7 +157,8 @@ class SpilledWeight:
 
     def _like(self, param: nn.Parameter, value: torch.Tensor) -> SpilledWeight:
         """Make the weight of another value, which waits where this one does."""
-        return SpilledWeight(param, value, name=self.name, directory=self.directory)
+        parts = None if self.parts is None else self.parts.of_another(value)
+        return SpilledWeight(param, value, name=self.name, directory=self.directory, parts=parts)
 
     def give_back(self, param: nn.Parameter) -> None:
         """Let the parameter hold its value itself; remove the file, and give the drive its space back."""
@@ -153,13 +166,29 @@ class SpilledWeight:
         self.drop()
 
     def bring_home(self, param: nn.Parameter) -> None:
-        """Leave the drive: `take` gets the value from memory."""
-        self.give_back(param)
+        """Leave the drive, which gets its space back: `take` gets what is kept here from memory."""
+        if self.parts is None:
+            self.give_back(param)
+            return
+        file, self._value, self._file = self._file, self._kept(), None
+        if file is not None:  # last: an interrupt may come with any call
+            file.close()
 
-    def take(self, param: nn.Parameter, channel: Any) -> torch.Tensor:  # noqa: ARG002 (others gather it)
-        """Return the value and give it up: a host tensor. The parameter is then an ordinary one without values."""
-        self.give_back(param)
-        return param.detach().to("cpu")
+    def take(self, param: nn.Parameter, channel: Any) -> torch.Tensor:
+        """Return the value and give it up: a host tensor. The parameter is then an ordinary one without values.
+
+        `channel`: of the engine that takes a value in parts, over the same ranks, which have found that they take the
+        same; None: that of the block in which it was made.
+        """
+        if self.parts is None:
+            self.give_back(param)
+            return param.detach().to("cpu")
+        value = self.parts.gather(self._kept(), self.shape, channel)
+        restore_parameter(param)
+        placeholder = torch.full((), float("nan"), device="cpu").to(self.dtype)
+        set_data(param, placeholder.to(self.device).expand(self.shape))
+        self.drop()
+        return value
 
     def lend(self, param: nn.Parameter) -> None:
         """Let the parameter hold its value itself, and keep it here, too."""
@@ -169,13 +198,13 @@ class SpilledWeight:
         restore_parameter(param)
 
     def _stored(self) -> torch.Tensor:
-        """Return the value in host memory."""
-        return self._kept(self.shape)
+        """Return the value in host memory; one in parts is gathered, as all ranks do here."""
+        return self._kept() if self.parts is None else self.parts.read(self._kept(), self.shape)
 
-    def _kept(self, shape: torch.Size) -> torch.Tensor:
-        """Return what is kept here, of `shape`, in host memory."""
+    def _kept(self) -> torch.Tensor:
+        """Return what is kept here, in host memory."""
         if self._file is not None:
-            return self._file.read(shape, self.dtype)
+            return self._file.read(self._kept_shape, self.dtype)
         if self._value is None:
             raise StateError(
                 f"{self.name}: its value has gone to the engine, or back to the parameter, since this was taken of "

@@ -14,14 +14,19 @@ from offloadzero.memory.tiers import FETCH_PRIORITY
 from offloadzero.memory.transfer import Fetcher, PoolStaging
 from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import LeasedUnit
+from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.update.delivery import Delivery, UpdateTicket
 
 
 class UnitFetches:
     """Fetches units, in the order in which they were asked for."""
 
-    def __init__(self, store: TieredStore, *, staging: BufferPool, clock: StepClock) -> None:
+    def __init__(
+        self, store: TieredStore, *, staging: BufferPool, clock: StepClock, gather: UnitGather
+    ) -> None:
+        """Make the lane, and the thread that stages. `gather` makes units whole that come in shards."""
         self._store = store
+        self._gather = gather
         self._clock = clock
         self._lane = store.accelerator.lane("fetch", store.failures)
         self._fetcher = Fetcher(
@@ -36,23 +41,39 @@ class UnitFetches:
 
         Work that has been launched till now may still use that memory.
         """
-        fence = self._store.accelerator.fence()
-        delivered = None if unit.home.is_in_host_memory else self._ask_for_delivery(unit, target, fence)
+        record, fence = unit.record, self._store.accelerator.fence()
+        copy = delivered = None
+        if record.is_gathered:
+            copy, from_copies = self._gather.begin(unit)
+            if from_copies is not None:
+                targets = [target]  # the lane lets go of it before the ticket is done
+                return self._lane.submit(lambda: from_copies(targets.pop()), fence=fence, label=record.name)
+        elif not unit.home.is_in_host_memory:
+            delivered = self._ask_for_delivery(unit, target, fence)
         return self._fetcher.submit(
             unit.home,
             target,
             after=[unit.updated],
             fence=fence,
-            label=unit.record.name,
+            label=record.name,
+            copy=copy,
             delivered=delivered,
         )
 
     def forget(self, index: int) -> None:
         """Note that a script writes the unit's home, where a fetch may read something else."""
+        self._gather.forget(index)
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
-        home = torch.empty(unit.record.num_elements, dtype=unit.record.dtype, device="cpu")
+        record = unit.record
+        if record.is_gathered:
+            memory = self._store.accelerator.allocate(record.num_elements * record.dtype.itemsize)
+            target = memory.view(record.dtype)
+            with self._clock.waiting("fetch"), self._store.failures.handed_over():
+                self.submit(unit, target).order_compute()
+            return target
+        home = torch.empty(record.num_elements, dtype=record.dtype, device="cpu")
         with self._clock.waiting("fetch"), self._store.failures.handed_over():
             unit.updated.wait()
             self._store.read(unit.home, home, priority=FETCH_PRIORITY).wait()

@@ -35,6 +35,15 @@ class UnitReads:
                 return None
         return unit.flat
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a module is in its forward, or backward runs an operation on this thread."""
+        return self._executor.is_running
+
+    def forget_written(self, index: int) -> None:
+        """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
+        self._executor.forget_written(index)
+
     def show(self, index: int, *, place: int, as_copy: bool) -> None:
         """Bring a unit to the device for a read of one parameter and point its parameters there.
 

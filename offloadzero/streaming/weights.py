@@ -9,11 +9,12 @@ import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.segments import SegmentKind
+from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.streaming.state_access import StateAccess
 from offloadzero.streaming.unit_changes import UnitChanges
@@ -25,8 +26,18 @@ from offloadzero.update.records import Record
 class WeightAccess:
     """Reads and edits parameters, between steps and in forwards; `states` are their optimizer's."""
 
-    def __init__(self, store: TieredStore, homes: HomeAccess, changes: UnitChanges, reads: UnitReads) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        homes: HomeAccess,
+        changes: UnitChanges,
+        reads: UnitReads,
+        *,
+        coded: CodedGather,
+    ) -> None:
+        """Make the access. `coded` knows which parameters come to a forward as codes."""
         self.homes = homes
+        self._coded = coded
         self.states = StateAccess(homes)
         self._store = store
         self._changes = changes
@@ -120,11 +131,13 @@ class WeightAccess:
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
         """Return the parameter on the device, in its shape, for an operation that is launched next.
 
-        `to_write`: in memory of its own; otherwise it may be the unit's, and must not be written.
+        `to_write`: in memory of its own, and exact where what is on the device is what its codes mean; otherwise it may
+        be the unit's, and must not be written.
         """
         if slot.trainable:
             self._changes.expect_step_taken(record.index)
-        flat = None if self._store.is_closed else self._reads.on_device(record.index)
+        reads_home = self._store.is_closed or (to_write and self._coded.is_coded(record, slot))
+        flat = None if reads_home else self._reads.on_device(record.index)
         if flat is None:
             return self.read(record, slot).to(self.device)
         value = slot.view_in(flat)
@@ -146,14 +159,24 @@ class WeightAccess:
                 slot.view_in(flat).copy_(value)
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
-        """Write the changes made in place to these slots' parameters in the forward that now ends."""
-        flat = self._reads.pinned_parameters(record.index)
+        """Write the changes made in place to these slots' parameters in the forward that now ends.
+
+        Raises StateError where it had only their codes.
+        """
+        flat, slots = self._reads.pinned_parameters(record.index), [record.slots[place] for place in places]
         if flat is None:
             raise AssertionError(f"{record.name} is in no forward")
+        names = ", ".join(slot.name for slot in slots if self._coded.is_coded(record, slot))
+        if names:
+            self._reads.forget_written(record.index)
+            raise StateError(
+                f"{names}: written in place in a forward, whose weights came as int8 codes "
+                "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
+                "parameter would lose its exact values. Write it outside of the forward"
+            )
         # One section, with its reads, which may block: after an interrupt the missing commits would be unknown.
         with UninterruptedThroughout():
-            for place in places:
-                slot = record.slots[place]
+            for slot in slots:
                 new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
                 self._commit_in_place(record, slot, new)
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 import torch
 
 from offloadzero.memory.store import Segment
+from offloadzero.ranks.shard import WHOLE, ShardSpec
 from offloadzero.segments import SegmentKind
-from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
 from offloadzero.update.edits import Edits
 from offloadzero.update.flat_layout import FlatLayout, ParamSlot, make_flat_layout
 from offloadzero.update.record_state import RecordState

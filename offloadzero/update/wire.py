@@ -23,8 +23,8 @@ from offloadzero.arithmetic.block_codes import (
 )
 from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.memory.arena import align_up
-from offloadzero.sharding.mesh import is_divided_by_tensor_parallelism
-from offloadzero.sharding.shard_spec import ShardSpec
+from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
+from offloadzero.ranks.shard import ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -94,7 +94,7 @@ READERS: Mapping[str, str] = {
     "OffloadConfig.warnings": "initialization",
 }
 SAID = {"OffloadConfig.notices", "OffloadConfig.warnings"}  # what is said of a key is not what it does
-# Read where there are several ranks: tests/sharding/test_ranks_mesh.py.
+# Read where there are several ranks: tests/ranks/test_ranks_mesh.py.
 OF_A_MESH = {
     f"MeshConfig.{name}" for name in ("data_ranks", "tensor_rank", "tensor_size", "pipeline_rank", "source")
 }

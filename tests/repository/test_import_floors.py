@@ -36,7 +36,7 @@ FLOORS: Mapping[str, int] = {
     "runtime": 6,
     "step_forecast": 6,
     "build": 6,
-    "several_ranks": 6,
+    "same_model": 6,
     "ops": 5,
     "checkpoint": 5,
     "lifetime": 5,
@@ -47,9 +47,9 @@ FLOORS: Mapping[str, int] = {
     "update": 4,
     "planning": 4,
     "schedule": 3,
-    "sharding": 3,
     "lr_schedules": 3,
     "memory": 3,
+    "ranks": 3,
     "arithmetic": 3,
     "native": 2,
     "io": 2,
@@ -267,20 +267,19 @@ def test_the_checker_catches_circles(tmp_path: Path) -> None:
         "circle of modules: offloadzero.config.load -> offloadzero.config.schema -> offloadzero.config.load"
     ]
     siblings = {
-        "memory/a.py": "import offloadzero.sharding.b\n",
+        "memory/a.py": "import offloadzero.ranks.b\n",
         "memory/c.py": "",
-        "sharding/b.py": "",
-        "sharding/d.py": "import offloadzero.memory.c\n",
+        "ranks/b.py": "",
+        "ranks/d.py": "import offloadzero.memory.c\n",
     }
     assert violations(plant(tmp_path / "siblings", siblings)) == [
-        "circle of packages: memory -> sharding -> memory"
+        "circle of packages: memory -> ranks -> memory"
     ]
 
 
 def test_the_checker_allows_a_sibling_without_a_circle(tmp_path: Path) -> None:
     assert (
-        violations(plant(tmp_path, {"memory/a.py": "import offloadzero.sharding.b\n", "sharding/b.py": ""}))
-        == []
+        violations(plant(tmp_path, {"memory/a.py": "import offloadzero.ranks.b\n", "ranks/b.py": ""})) == []
     )
 
 

@@ -25,10 +25,9 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from offloadzero import several_ranks
-from offloadzero.sharding import aborting
-from offloadzero.sharding import ranks as of_ranks
-from offloadzero.sharding.ranks import Channel, Ranks
+from offloadzero.ranks import aborting, join
+from offloadzero.ranks import process_groups as of_ranks
+from offloadzero.ranks.process_groups import Channel, Ranks
 from tests.simulated.machine import Machine, SimulatedEvent
 from tests.simulated.memory import DeviceMemory, own_work
 from tests.simulated.order import DEVICE_THREAD
@@ -143,7 +142,7 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
     here = _Here()
     communicators: weakref.WeakKeyDictionary[Channel, Communicator] = weakref.WeakKeyDictionary()
     by_group: dict[Any, Communicator] = {}
-    make_ranks, run = several_ranks.make_ranks, Channel._run
+    make_ranks, run = join.make_ranks, Channel._run
 
     def make(*given: Any, **more: Any) -> Ranks:
         ranks = make_ranks(*given, **more)
@@ -186,7 +185,7 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(of_ranks.dist, "destroy_process_group", destroying)
     patch.setattr(aborting, "abort_process_group", abort)
-    patch.setattr(several_ranks, "make_ranks", make)
+    patch.setattr(join, "make_ranks", make)
     patch.setattr(Channel, "_run", running)
     for owner, name in (
         (of_ranks, "_all_gather"),

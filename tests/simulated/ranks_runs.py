@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadzero
 from offloadzero.segments import SegmentKind
 from offloadzero.step import collect
-from offloadzero.step.reduced import ReducingCollector
+from offloadzero.step.collect import GradientCollector
 from offloadzero.streaming import activation_homes, activations
 from offloadzero.update.kept import kept_place
 from tests.simulated import reached
@@ -209,7 +209,7 @@ def of(
 
 
 def _no_patience(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReducingCollector, "LEASE_WITHIN_S", 0.01)
+    patch.setattr(GradientCollector, "LEASE_WITHIN_S", 0.01)
 
 
 def _every_input(patch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def snapshot(engine: offloadzero.Engine, losses: Sequence[float]) -> Outcome:
 @contextmanager
 def _segments_read_once(homes: HomeAccess) -> Iterator[None]:
     """In one process a segment is read once and not for each of its parameters: that takes as long as two steps."""
-    if type(homes) is not HomeAccess:
+    if not homes._group.is_alone:
         yield
         return
     copies: dict[int, Tensor] = {}

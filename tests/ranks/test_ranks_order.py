@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.ranks import process_groups
+from offloadzero.ranks.process_groups import Channel
 from offloadzero.schedule.prefetch import Evict
-from offloadzero.sharding import ranks
-from offloadzero.sharding.ranks import Channel
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
@@ -84,11 +84,9 @@ def play(schedule: Schedule, rank: int) -> tuple[dict[str, Any], Orders]:
         engine = engine_of(schedule.config)
         try:
             numbers = _train(engine, schedule, rank)
-            several = engine._runtime.several
-            assert several is not None
             orders = {
                 name: hashlib.sha256("\n".join(noted.get(id(part), ())).encode()).hexdigest()[:16]
-                for name, part in vars(several.ranks).items()
+                for name, part in vars(engine._runtime.group).items()
                 if isinstance(part, Channel)
             }
         finally:
@@ -212,7 +210,9 @@ def play_planted(rank: int, name: str, directory: str) -> dict[str, list[str]]:
         begun_s = time.monotonic()
         slow_updates = faults.delays("update.compute", SLOW_UPDATE_S) if rank == 1 else nullcontext()
         with pytest.MonkeyPatch.context() as patch, delays(seed, rank), slow_updates:
-            patch.setattr(ranks, "timeout_of_process_group", lambda: timedelta(seconds=PLANTED_TIMEOUT_S))
+            patch.setattr(
+                process_groups, "timeout_of_process_group", lambda: timedelta(seconds=PLANTED_TIMEOUT_S)
+            )
             PLANTS[name](patch)
             try:
                 numbers, _ = play(schedule, rank)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from offloadzero.memory.swap_file import remove_stale_files
-from tests.sharding.killed import PHASES, WORLD_SIZE, Case, state_digest
+from tests.ranks.killed import PHASES, WORLD_SIZE, Case, state_digest
 from tests.support.sharded import config_of, engine_of
 from tests.support.tiny import script_environment
 from tests.support.warm import run_warm
@@ -68,7 +68,7 @@ def test_a_kill_stops_the_others_and_leaves_files_whole(first: int, tmp_path: Pa
     seeds = range(first, min(first + KILLS_PER_START, FIRST_SEED + NUM_KILLS))
     cases = [draw_case(seed, tmp_path) for seed in seeds]
     (tmp_path / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    command = [sys.executable, "-m", "tests.sharding.killed", str(tmp_path / "cases.json")]
+    command = [sys.executable, "-m", "tests.ranks.killed", str(tmp_path / "cases.json")]
     done = run_warm(command, env=script_environment(), timeout_s=60 + 30 * len(cases))
     assert done.returncode == 0, done.stderr
     engine = engine_of(config_of("host", 0, tmp_path), seed=10_000)

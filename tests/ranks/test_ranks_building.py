@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero import zero
-from offloadzero.sharding.shard_spec import kept_elements
-from offloadzero.streaming.divided import DividedWeight
-from offloadzero.streaming.spill import spilled_weight
+from offloadzero.ranks.shard import kept_elements
+from offloadzero.streaming.spill import SpilledWeight, spilled_weight
 from tests.engine.built import stored_bytes
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, make_odd_model, said_of, train
@@ -244,11 +243,11 @@ def test_ranks_that_depart_end_with_an_error_on_all(tmp_path: Path) -> None:
 
 def _lend_without_memory(
     failing: nn.Parameter | None, *, after: bool
-) -> Callable[[DividedWeight, nn.Parameter], None]:
+) -> Callable[[SpilledWeight, nn.Parameter], None]:
     """Make a `lend` that has no memory for one parameter, or, `after` it, for a copy on the device."""
-    lend = DividedWeight.lend
+    lend = SpilledWeight.lend
 
-    def lend_or_fail(weight: DividedWeight, param: nn.Parameter) -> None:
+    def lend_or_fail(weight: SpilledWeight, param: nn.Parameter) -> None:
         if param is not failing:
             lend(weight, param)
             return
@@ -269,7 +268,7 @@ def be_without_memory(rank: int, directory: str) -> list[Any]:
     for failing in params[1:]:
         for after in (False, True):
             lend = _lend_without_memory(failing if rank == 1 else None, after=after)
-            with patch.object(DividedWeight, "lend", lend):
+            with patch.object(SpilledWeight, "lend", lend):
                 said.append(said_of(zero.GatheredParameters(params).__enter__))
             assert all(stored_bytes(param) < 10 for param in params)
             assert model.wide.weight[0, 0] == make_odd_model(seed=0).wide.weight[0, 0]

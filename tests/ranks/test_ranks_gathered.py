@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.sharding import ranks
+from offloadzero.ranks import process_groups
 from offloadzero.streaming.gathered_block import GatheredBlock
-from offloadzero.streaming.gathered_weights import SharedBlocks
+from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train
@@ -476,7 +476,9 @@ def gather_different_things(rank: int, directory: str) -> dict[str, tuple[str, f
         "one alone": lambda e, m: (rank and within(m.odd), train(e, rank, 2, num_steps=2)),
     }
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ranks, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S))
+        monkeypatch.setattr(
+            process_groups, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S)
+        )
         for name, case in cases.items():
             engine = start(directory)
             begun_s = time.monotonic()
@@ -540,7 +542,7 @@ def test_a_script_that_ends_inside_stops_the_others(tmp_path: Path) -> None:
 def edit_and_close(rank: int, directory: str) -> str:
     """A block whose parameters each rank has whole, so that its end sends nothing more."""
     engine = engine_of(config_of("host", 1, Path(directory), world_size=4))
-    value_by = SharedBlocks.value_by
+    value_by = ScriptBlocks.value_by
 
     def late(*given: Any) -> torch.Tensor:
         if rank == 3:
@@ -551,7 +553,7 @@ def edit_and_close(rank: int, directory: str) -> str:
         with GatheredParameters([model_of(engine).blocks[0].norm.bias], modifier_rank=0):
             pass
 
-    with patch.object(SharedBlocks, "value_by", late):
+    with patch.object(ScriptBlocks, "value_by", late):
         said = said_of(edit_one)
     engine.close()
     return said

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from offloadzero.observe.collectives import tells_each
-from offloadzero.sharding.ranks import Channel
+from offloadzero.ranks.group import Collectives
 
 
-def gather_parts(channel: Channel, whole: Tensor, parts: Mapping[int, Tensor], label: str) -> None:
+def gather_parts(channel: Collectives, whole: Tensor, parts: Mapping[int, Tensor], label: str) -> None:
     """Fill the host tensor `whole`, shape (n,), with the parts of all ranks, which have agreed that this is next.
 
     A few ranks send theirs one after the other. Of many ranks each adds its own to zeros, on which all work at once.

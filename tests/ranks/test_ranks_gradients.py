@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
-from offloadzero.sharding.ranks import Channel
+from offloadzero.ranks.process_groups import Channel
 from tests.support.ranks import run_ranks
 from tests.support.sharded import (
     OddModel,
@@ -233,7 +233,7 @@ def step_again(rank: int, directory: str) -> dict[str, dict[str, str]]:
             model(micro_batch(0, rank, 2)).backward()
             with pytest.MonkeyPatch.context() as patch:
                 if is_slow:
-                    patch.setattr(type(optimizer.runtime.several.ranks.updates), "all_gather", _gather_late)
+                    patch.setattr(type(optimizer.runtime.group.updates), "all_gather", _gather_late)
                 for _ in range(NUM_STEPS):
                     optimizer.step()
                     if not is_slow:

@@ -314,7 +314,7 @@ def end_apart(rank: int, directory: str) -> dict[str, Any]:
     engine, *_ = offloadzero.initialize(model=torch.nn.Linear(16, 16), config=config, mpu=mesh)
     before = engine.module.weight.detach().clone()
     others_closed = [Path(directory) / f"rank {other} has closed" for other in (2, 3)]
-    updates = engine._runtime.several.ranks.updates
+    updates = engine._runtime.group.updates
     gather = updates.all_gather
 
     def gather_late(*given: Any) -> None:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import offloadzero
-from offloadzero import launch, several_ranks
-from offloadzero.sharding import ranks as of_ranks
-from offloadzero.sharding.ranks import Channel, Ranks, make_building_channel, make_ranks
+from offloadzero import launch
+from offloadzero.ranks import join
+from offloadzero.ranks import process_groups as of_ranks
+from offloadzero.ranks.process_groups import Channel, Ranks, make_building_channel, make_ranks
 from tests.simulated.collectives import ON_DEVICE
 from tests.support.ranks import run_ranks
 from tests.support.sharded import GLOBAL_BATCH, config_of
@@ -58,7 +59,7 @@ def start_and_train(rank: int, directory: str) -> dict[str, Any]:
             noted.clear()
             config = config_of("host", stage, Path(directory), world_size=GLOBAL_BATCH, **over)
             engine, *_ = offloadzero.initialize(model=text_model(), config=config)
-            ranks = engine._runtime.several.ranks  # type: ignore[union-attr]
+            ranks = engine._runtime.group  # type: ignore[union-attr]
             at_start, counted = kinds_of(ranks, noted), set(engine.collectives())
             noted.clear()
             for step in range(NUM_STEPS):
@@ -158,10 +159,8 @@ def warned(rank: int, directory: str) -> list[list[str]]:
     for machines in ((0, 0, 1, 1), (0, 1, 0, 1)):
         records = list[str]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                several_ranks, "machine", lambda number=machines[rank]: f"machine {number}", raising=False
-            )
-            patch.setattr(several_ranks.log, "warning", lambda text, *given: records.append(text % given))  # noqa: B023
+            patch.setattr(join, "machine", lambda number=machines[rank]: f"machine {number}", raising=False)
+            patch.setattr(join.log, "warning", lambda text, *given: records.append(text % given))  # noqa: B023
             config = config_of(
                 "host", 3, Path(directory), world_size=GLOBAL_BATCH, zero_optimization=ALL_CODES
             )

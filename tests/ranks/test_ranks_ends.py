@@ -25,13 +25,13 @@ from offloadzero import engine_checkpoints, runtime
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
-from offloadzero.sharding import board as boards
-from offloadzero.sharding import ranks as channels
-from offloadzero.sharding.board import Board
-from offloadzero.sharding.descriptors import make_room_for_groups
-from offloadzero.sharding.ranks import LOOK_AGAIN_S, Channel
-from offloadzero.sharding.shard_spec import ShardSpec
-from offloadzero.streaming.gathered_weights import GatheredHomeAccess
+from offloadzero.ranks import board as boards
+from offloadzero.ranks import process_groups as channels
+from offloadzero.ranks.board import Board
+from offloadzero.ranks.descriptors import make_room_for_groups
+from offloadzero.ranks.process_groups import LOOK_AGAIN_S, Channel, Ranks
+from offloadzero.ranks.shard import ShardSpec
+from offloadzero.streaming.home_access import HomeAccess
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
 
@@ -151,11 +151,11 @@ def test_an_engine_that_fails_late_to_start_leaves_no_process_groups(found: Foun
 def use_a_closed_channel(rank: int, directory: str) -> list[Any]:
     """What a collective raises whose engine is closed, and its values after that."""
     engine = start(rank, directory)
-    several = engine._runtime.several
-    assert several is not None
+    ranks = engine._runtime.group
+    assert isinstance(ranks, Ranks)
     engine.close()
     values = torch.ones(3)
-    said = said_of(lambda: several.ranks.states.all_reduce(values, "a late read"))
+    said = said_of(lambda: ranks.states.all_reduce(values, "a late read"))
     return [said, values.tolist()]
 
 
@@ -170,12 +170,12 @@ def wait_for_one_who_does_not_come(rank: int, directory: str) -> dict[str, str]:
     said = {}
     for name in ("all_reduce", "reduce_scatter"):
         engine = start(rank, directory, stage=2)
-        several = engine._runtime.several
-        assert several is not None
+        ranks = engine._runtime.group
+        assert isinstance(ranks, Ranks)
         if rank == 1:
-            board, texts = several.ranks.board, iter([None])  # the first look is that before the collective
+            board, texts = ranks.board, iter([None])  # the first look is that before the collective
             board.text = lambda *_, texts=texts: next(texts, "it is lost")  # type: ignore[method-assign]
-            call = getattr(several.ranks.gradients, name)
+            call = getattr(ranks.gradients, name)
             said[name] = said_of(lambda call=call: call(torch.ones(4), "alone"))  # type: ignore[misc]
             board.report(RuntimeError("the end of this case"))
         dist.barrier()
@@ -194,9 +194,9 @@ def test_a_wait_for_any_collective_sees_that_another_rank_has_failed(found: Foun
 def look_before_many_collectives(rank: int, directory: str) -> int:
     """How often the store is asked before a hundred collectives."""
     engine = start(rank, directory)
-    several = engine._runtime.several
-    assert several is not None
-    board, asked = several.ranks.board, 0
+    ranks = engine._runtime.group
+    assert isinstance(ranks, Ranks)
+    board, asked = ranks.board, 0
     text = board.text
 
     def count(*given: Any) -> str | None:
@@ -207,7 +207,7 @@ def look_before_many_collectives(rank: int, directory: str) -> int:
     board.text = count  # type: ignore[method-assign]
     begun_s = time.monotonic()
     for _ in range(100):
-        several.ranks.control.all_reduce(torch.zeros(1), "one of many")
+        ranks.control.all_reduce(torch.zeros(1), "one of many")
     periods = (time.monotonic() - begun_s) / LOOK_AGAIN_S
     engine.close()
     return asked - int(periods)
@@ -309,7 +309,7 @@ def interrupt_a_save(rank: int, directory: str) -> dict[str, list[str]]:
     save_states, read = engine_checkpoints.save_states, TieredStore.read
 
     def interrupt_between_two_collectives(*given: Any, **options: Any) -> Any:
-        if sys._getframe(1).f_code is GatheredHomeAccess._read_home.__code__:
+        if sys._getframe(1).f_code is HomeAccess.gather.__code__:
             raise KeyboardInterrupt
         return read(*given, **options)
 

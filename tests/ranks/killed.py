@@ -1,6 +1,6 @@
 """Four ranks of which one is killed at a chosen moment, and how the others end.
 
-Run as a program it plays one case after another, each rank a forked child: `python -m tests.sharding.killed FILE`, a
+Run as a program it plays one case after another, each rank a forked child: `python -m tests.ranks.killed FILE`, a
 JSON list of cases. Each child's output goes to `DIRECTORY/rank-N.txt`; the ends of all are printed as JSON.
 """
 

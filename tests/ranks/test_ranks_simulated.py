@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offloadzero.memory.transfer import Fetcher
-from offloadzero.step.reduced import ReducedLanding
+from offloadzero.step.landing import Landing
 from tests.simulated.collectives import Work
 from tests.simulated.ranks_runs import RUNS, SCRIPTS, RanksRun, draw_run, of, play, play_simulated
 from tests.support.ranks import run_ranks
@@ -56,15 +56,15 @@ class _Gone:
 
 def gradient_lease_before_its_reduction(patch: pytest.MonkeyPatch) -> None:
     """The next gradient's values come to it while this one's are yet to be reduced."""
-    send = ReducedLanding.send
+    send = Landing.send
 
-    def early(landing: ReducedLanding, brought: Any, *given: Any, **more: Any) -> None:
+    def early(landing: Landing, brought: Any, *given: Any, **more: Any) -> None:
         if not brought.lease.temporary:
             brought.leases.give_back(brought.lease)
             brought = brought._replace(leases=_Gone())
         send(landing, brought, *given, **more)
 
-    patch.setattr(ReducedLanding, "send", early)
+    patch.setattr(Landing, "send", early)
 
 
 PLANTED = {

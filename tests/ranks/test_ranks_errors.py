@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 import offloadzero
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.several_ranks import expect_own_queues
+from offloadzero.ranks.join import expect_own_queues
 from tests.support.faults import fails
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train
@@ -425,7 +425,7 @@ class SlowToLook:
 def look_as_a_collective_ends(rank: int, directory: str) -> list[float]:
     """The sum, and how often the first rank has looked."""
     engine = engine_of(config_of("host", 1, Path(directory), world_size=2))
-    ranks = engine.optimizer.runtime.several.ranks
+    ranks = engine.optimizer.runtime.group
     slow: list[SlowToLook] = []
     start = torch.distributed.all_reduce
 

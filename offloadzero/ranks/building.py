@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
-from offloadzero.sharding.comparing import digest
-from offloadzero.sharding.ranks import Channel, make_building_channel
+from offloadzero.ranks.comparing import digest
+from offloadzero.ranks.process_groups import Channel, make_building_channel
+from offloadzero.ranks.shard import kept_elements
 
 _blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order
 _SHOWN = 160  # bytes of an act's name that the others are told in an error
@@ -121,3 +122,55 @@ def gather(channel: Channel, kept: Tensor, whole: Tensor, label: str) -> None:
         start, stop = channel.spec.kept_range(divided.numel())
         divided[start:stop] = kept[:num_own]
         channel.all_gather(divided, label)
+
+
+class ValueParts:
+    """The parts of one parameter's value, of which its `SpilledWeight` keeps this rank's. All ranks call the same."""
+
+    def __init__(self, ranks: BuildingRanks, value: torch.Tensor, *, name: str, source: int = 0) -> None:
+        """Tell the others that a part is kept of `value`, as the rank at place `source` has it."""
+        self.ranks = ranks
+        self._name = name
+        self._dtype = value.dtype
+        number = ranks.next_number()
+        what = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        ranks.announce(f"keep a part of {name}, number {number}, {what}{_of_rank(source)}")
+        self.label = f"{name}, number {number}"
+        self.place = ranks.number, number  # in the order in which all ranks have made them
+
+    def of_another(self, value: torch.Tensor) -> ValueParts:
+        """The parts of another value of the same parameter."""
+        return ValueParts(self.ranks, value, name=self._name)
+
+    def kept_shape(self, shape: torch.Size) -> torch.Size:
+        """The shape of one part of a value."""
+        return torch.Size((kept_elements(shape.numel(), self.ranks.size),))
+
+    def announce_write(self, *, source: int) -> None:
+        """Tell the others that the value becomes that of the rank at place `source`."""
+        self.ranks.announce(f"write {self.label}{_of_rank(source)}")
+
+    def divide(self, value: torch.Tensor, *, source: int) -> torch.Tensor:
+        """Return this rank's part of the value, host, that the rank at place `source` has."""
+        return divide(self.ranks.channel, value, self._name, source=source)
+
+    def read(self, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Tell the others that the value is read, and return it, a new host tensor."""
+        whole = self._new_whole(shape)  # first: a rank without memory has told nothing
+        self.ranks.announce(f"read {self.label}")
+        gather(self.ranks.channel, kept, whole, self._name)
+        return whole
+
+    def gather(self, kept: torch.Tensor, shape: torch.Size, channel: Channel | None) -> torch.Tensor:
+        """Return the value, of which each rank gives its part, over the block's channel if None."""
+        whole = self._new_whole(shape)
+        gather(channel or self.ranks.channel, kept, whole, self._name)
+        return whole
+
+    def _new_whole(self, shape: torch.Size) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device="cpu")  # in torch's fake group nobody sends
+
+
+def _of_rank(source: int) -> str:
+    """Say whose value it is: what ranks scatter that do not agree on it would be a mixture."""
+    return f", as rank {source} has it" if source else ""

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.sharding import ranks
+from offloadzero.ranks import process_groups
 from offloadzero.step.account import Account, Accounts
-from offloadzero.step.reduced import ReducingCollector
+from offloadzero.step.collect import GradientCollector
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -131,7 +131,7 @@ def wait_for_each_other(rank: int, directory: str) -> dict[str, str]:
         ),
     }
     said = {}
-    with patch.object(ranks, "WAITED_S", 0.0):
+    with patch.object(process_groups, "WAITED_S", 0.0):
         for name, (stage, num_before, case) in cases.items():
             engine = engine_of(
                 config_of("host", stage, Path(directory), world_size=2, bf16={"enabled": not num_before})
@@ -168,7 +168,7 @@ def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(fou
 def take_one_micro_batch_more(rank: int, directory: str) -> list[str]:
     """One rank goes backward twice before a step that the other one has taken; by stage."""
     said = []
-    with patch.object(ranks, "WAITED_S", 0.0):
+    with patch.object(process_groups, "WAITED_S", 0.0):
         for stage in (0, 1):
             config = config_of("host", stage, Path(directory), world_size=2)
             engine = engine_of(config | {"managed_gradient_accumulation": False})
@@ -439,10 +439,10 @@ def use_first_what_was_made_last(rank: int, directory: str) -> list[int]:
         config["offloadzero"]["units"]["min_leaf_elements"] = 256
         engine, *_ = offloadzero.initialize(model=make(), config=config)
         with patch.object(
-            ReducingCollector,
+            GradientCollector,
             "_temporary_lease",
             autospec=True,
-            side_effect=ReducingCollector._temporary_lease,
+            side_effect=GradientCollector._temporary_lease,
         ) as lend:
             for seed in range(2):
                 engine.backward(engine(torch.arange(6).view(2, 3) + seed + rank))
@@ -484,7 +484,7 @@ def take_branches(rank: int, directory: str) -> dict[str, tuple[str, float]]:
     }
     said = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S))
+        patch.setattr(process_groups, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S))
         for name, branch in branches.items():
             form = BlockForm(hidden=31, frozen="no", unused=0, checkpointed=False)
             torch.manual_seed(0)

@@ -19,7 +19,7 @@ from offloadzero.config import load_config
 from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError
 from offloadzero.planned_model import plan_model
-from offloadzero.sharding.mesh import (
+from offloadzero.ranks.mesh import (
     MeshGroups,
     find_mesh,
     is_divided_by_tensor_parallelism,

@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,7 @@ from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
 from offloadzero.launch import launched_local_size
+from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.observe.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -44,13 +46,15 @@ from offloadzero.observe.collectives import (
     volume_bytes,
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
-from offloadzero.sharding.aborting import abort_groups
-from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
-from offloadzero.sharding.comparing import OrderSum, digest, machine
-from offloadzero.sharding.descriptors import make_room_for_groups
-from offloadzero.sharding.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
-from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
-from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
+from offloadzero.ranks.aborting import abort_groups
+from offloadzero.ranks.agreement import agreed_totals
+from offloadzero.ranks.board import LOOK_UP_S, Board, first_line, is_fake, named
+from offloadzero.ranks.comparing import digest, machine
+from offloadzero.ranks.descriptors import make_room_for_groups
+from offloadzero.ranks.group import Collectives, Group, TakenStep
+from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
+from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
+from offloadzero.ranks.standstill import WAITED_S, Standstill, Watch
 from offloadzero.torch_private import is_process_group, timeout_of_process_group, without_bound_device
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
@@ -64,7 +68,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 Recorder = Callable[[str, str, int], AbstractContextManager[None]]  # lane, name, bytes: Accelerator.span
 
 
-class Channel:
+class Channel(Collectives):
     """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
 
     def __init__(
@@ -129,40 +133,6 @@ class Channel:
         """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options))
-
-    @property
-    def rank(self) -> int:
-        """This rank among all there are."""
-        return self.members[self.spec.rank]
-
-    def odd_ranks(self, by_rank: Sequence[object]) -> list[int]:
-        """The ranks whose value differs from that of the group's first one."""
-        return [rank for rank, value in zip(self.members, by_rank, strict=True) if value != by_rank[0]]
-
-    def expect_same(self, order: int, writes: int, label: str) -> None:
-        """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
-        by_rank = self.by_rank_unless_same([order, writes], f"{label}: the comparison of the ranks' orders")
-        if by_rank is None:
-            return
-        orders, writes_by_rank = zip(*by_rank, strict=True)
-        if len(set(orders)) > 1:
-            raise StateError(
-                f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
-                f"rank {self.members[0]}, and this is rank {self.rank}. All ranks must run the same forwards, "
-                "evaluations too, and read the same weights"
-            )
-        self.expect_same_writes(writes_by_rank, label)
-
-    def expect_same_writes(self, by_rank: Sequence[int], label: str) -> None:
-        """Raise StateError unless the sums over the values that scripts have written are the same on all ranks."""
-        odd = self.odd_ranks(by_rank)
-        if odd:
-            raise StateError(
-                f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
-                f"and states, or gradients, as that of rank {self.members[0]}, and what each rank keeps of them no "
-                "longer fits. All ranks must write the same values, or none: load_state_dict(), param.data, "
-                "param.grad, zero_grad(), safe_set_full_fp32_param(), load_checkpoint()"
-            )
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
         """The numbers of each rank, by rank; None where all ranks have the same.
@@ -314,36 +284,11 @@ class Channel:
         return text
 
 
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """The ranks of one model; each channel is used by one thread."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ranks(Group):
+    """The ranks of one model, of several processes; each channel is used by one thread."""
 
-    spec: ShardSpec
-    local_world_size: int  # ranks on this machine
-    weights: Channel  # fetches of units
-    orders: Channel  # the comparison before each fetch; host memory
-    updates: Channel  # new weights of units that stay
-    gradients: Channel
-    decisions: Channel  # the decisions over steps; host memory
-    control: Channel  # used by the script's thread and that of its backward; host memory
-    states: Channel  # states that scripts read; host memory
     board: Board
-    near_weights: Channel | None = None  # fetches, among the ranks of a machine that keep copies of weights
-    near_gradients: Channel | None = None  # codes of gradients, within a machine
-    far_gradients: Channel | None = None  # the same, between the ranks of equal place in their machines
-    # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
-    everyone: Channel | None = None  # as control, over all ranks
-    across: Channel | None = None  # decisions, among ranks that have the whole model together
-    part: int = 0  # the number of the part of the model that the group trains
-    tensor_rank: int = 0
-    # Inputs of checkpointed units, which the ranks along the tensor-parallel axis keep together.
-    activations: Channel | None = None
-    activation_orders: Channel | None = None  # the comparison before each gather of one; host memory
-    order: OrderSum = field(default_factory=lambda: OrderSum())
-    writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
-    # Gradients that were handed to their lane, and steps that are decided over.
-    reductions: OrderSum = field(default_factory=lambda: OrderSum())
-    steps: OrderSum = field(default_factory=lambda: OrderSum())
 
     def __post_init__(self) -> None:
         """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
@@ -356,19 +301,24 @@ class Ranks:
             getattr(self, name).watch = Watch(standstill, name, counts_collectives=False)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that writes what its group keeps."""
-        return self.spec.rank == 0
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return False
 
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of the model, each with a group of ranks of its own."""
-        return 1 if self.across is None else self.across.spec.world_size
+    def note_write(
+        self, *what: object, values: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Count a write of the script's, which all ranks make, in the sum `writes`."""
+        number = zlib.crc32(" ".join(map(str, what)).encode())
+        if values is not None:
+            data = values.detach().to("cpu", dtype or values.dtype).contiguous().view(-1).view(torch.uint8)
+            number = zlib.crc32(crc32c_blocks(data).tobytes(), number)
+        self.writes.note(number)
 
-    @property
-    def agreements(self) -> Channel:
-        """The channel of what the scripts of all ranks agree on."""
-        return self.control if self.everyone is None else self.everyone
+    def agree_on_step(self, step: TakenStep) -> Sequence[float]:
+        """The squared norms of the parts of the gradient that the ranks have: [Note: what the ranks agree on]."""
+        self.decisions.begin_submitted()
+        return agreed_totals(self.decisions, self.across, step)
 
     def collectives(self) -> dict[str, CollectiveCount]:
         """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
@@ -382,8 +332,13 @@ class Ranks:
     def record(self, recorder: Recorder) -> None:
         """Record the collectives of parameters, gradients and activations, on the threads that issue them."""
         channels = (self.weights, self.updates, self.gradients, self.activations)
-        for each in filter(None, (*channels, self.near_weights, self.near_gradients, self.far_gradients)):
-            each.recorder = recorder
+        for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
+            if isinstance(each, Channel):
+                each.recorder = recorder
+
+    def lost_text(self) -> str | None:
+        """A text about a rank that has failed; None: none has, as far as is known."""
+        return self.board.text()
 
     def abort(self) -> None:
         """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
@@ -440,8 +395,8 @@ def make_ranks(
     of_data = channels.of_all if groups is None else functools.partial(channels.of_own, groups=groups.data)
     control = everyone if groups is None else of_data("gloo")
     ranks = Ranks(
-        control.spec,
-        local_world_size,
+        spec=control.spec,
+        local_world_size=local_world_size,
         weights=of_data(on_device),
         orders=of_data("gloo"),
         updates=of_data(on_device),
@@ -541,14 +496,15 @@ def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
     """
     gathering = (ranks.weights, ranks.updates, ranks.near_weights, ranks.activations)
     reducing = ranks.gradients
-    firsts: list[tuple[Channel, Any]] = [(each, each.all_gather) for each in filter(None, gathering)]
+    firsts: list[tuple[Collectives, Any]] = [(each, each.all_gather) for each in filter(None, gathering)]
     firsts += [(reducing, reducing.reduce_scatter), (reducing, reducing.all_reduce)]
-    for each in filter(None, (ranks.near_gradients, ranks.far_gradients)):
-        received = torch.zeros(each.spec.world_size, device=device)
-        firsts.append((each, functools.partial(each.all_to_all, received)))
+    for coded in filter(None, (ranks.near_gradients, ranks.far_gradients)):
+        received = torch.zeros(coded.spec.world_size, device=device)
+        firsts.append((coded, functools.partial(coded.all_to_all, received)))
     for each, begin in firsts:
         begin(torch.zeros(each.spec.world_size, device=device), "the first collective")
-        each.counter = CollectiveCounter()
+        if isinstance(each, Channel):
+            each.counter = CollectiveCounter()
 
 
 def _expect_same_groups(everyone: Channel, mesh: MeshConfig | None, own: Mapping[str, int]) -> None:

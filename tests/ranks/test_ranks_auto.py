@@ -12,8 +12,8 @@ import pytest
 from offloadzero import runtime
 from offloadzero.build import open_store
 from offloadzero.planning import engine_plan
+from offloadzero.ranks.group import Group
 from offloadzero.segments import SegmentKind
-from offloadzero.several_ranks import SeveralRanks
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, said_of, train
 
@@ -45,7 +45,7 @@ def choose(rank: int, stage: int, directory: str) -> dict[str, Any]:
         engine.close()
     with (
         mock.patch.object(engine_plan, "available_host_bytes", return_value=free_bytes),
-        mock.patch.object(SeveralRanks, "least", side_effect=list),
+        mock.patch.object(Group, "least", side_effect=list),
     ):
         found["not agreed"] = said_of(lambda: engine_of(config))
     return found

@@ -19,9 +19,9 @@ from offloadzero.errors import ConfigError
 from offloadzero.launch import launched_local_size
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
-from offloadzero.sharding import ranks
-from offloadzero.step.reduced import _told
-from offloadzero.streaming import gathered_weights
+from offloadzero.ranks import process_groups
+from offloadzero.ranks.agreement import _told
+from offloadzero.streaming import home_access
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, micro_batch, said_of, train
@@ -37,20 +37,20 @@ def read(engine: offloadzero.Engine) -> dict[str, str]:
 def tell(rank: int, directory: str, most: int) -> dict[str, Any]:
     with patch.object(collectives, "MOST_TELLING_EACH", most):
         engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
-        several = engine._runtime.several.ranks
-        channel = several.control
+        group = engine._runtime.group
+        channel = group.control
         found = {
             "same": channel.by_rank_unless_same(NUMBERS, "the same"),
             "one": channel.by_rank_unless_same([*NUMBERS[:2], rank // 2], "one that differs"),
             "each": channel.by_rank([NUMBERS[rank], rank], "each one's"),
             "none": channel.by_rank([], "none"),
-            "told": repr(_told(several.decisions, NORMS[rank], 5, [rank])),
+            "told": repr(_told(group.decisions, NORMS[rank], 5, [rank])),
             "read": read(engine),
             "trained": said_of(lambda: train(engine, rank, 3, num_steps=1)),
-            "kinds": sorted(key for key in several.collectives() if key.startswith(("orders", "states"))),
+            "kinds": sorted(key for key in group.collectives() if key.startswith(("orders", "states"))),
         }
         if rank == 2:
-            several.order.note(0)
+            group.order.note(0)
         found["departed"] = said_of(lambda: train(engine, rank, 3, num_steps=1))
         engine.close()
     return found
@@ -67,7 +67,7 @@ def test_each_rank_knows_the_numbers_of_all(tmp_path: Path, most: int, kind: str
         assert found["each"] == [[number, place] for place, number in enumerate(NUMBERS)]
         assert found["none"] == [[], [], []]
         assert found["read"] == values
-        assert found["told"] == "([nan, 0.1, inf], [5, 5, 5], [[0, 1, 2]])"
+        assert found["told"] == "([nan, 0.1, inf], [[0, 1, 2]])"
         assert found["trained"] == "nothing"
         states = {ALL_REDUCE: [ALL_REDUCE], ALL_TO_ALL: [ALL_TO_ALL, BROADCAST]}[kind]
         assert found["kinds"] == [f"orders {kind}", *(f"states {each}" for each in states)]
@@ -86,11 +86,11 @@ def test_where_nobody_else_is_there_an_engine_starts_and_does_not_train(
     dist.init_process_group("fake", rank=1, world_size=num_ranks)
     try:
         engine = engine_of(config := config_of("host", 3, tmp_path, world_size=2))
-        several = engine._runtime.several
-        assert several.ranks.control.by_rank_unless_same([5, -6], "numbers") is None
-        assert several.least([5, -6]) == [5, -6]
-        assert several.is_on_some(True)
-        assert not several.is_on_some(False)
+        group = engine._runtime.group
+        assert group.control.by_rank_unless_same([5, -6], "numbers") is None
+        assert group.least([5, -6]) == [5, -6]
+        assert group.is_on_some(True)
+        assert not group.is_on_some(False)
         engine.backward(engine(micro_batch(1, 1, 2)))
         engine.step()
         assert "the ranks take different steps" in said_of(engine.synchronize)
@@ -105,14 +105,14 @@ def test_where_nobody_else_is_there_an_engine_starts_and_does_not_train(
 def read_and_close(rank: int, directory: str) -> str:
     engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
     weight = engine.module.get_parameter("blocks.0.norm.weight")  # the first rank keeps all of it
-    gather = gathered_weights.gather_parts
+    gather = home_access.gather_parts
 
     def late(*given: Any) -> None:
         if rank == 2:
             time.sleep(1.0)  # the others close meanwhile, and it looks for ends again: LOOK_AGAIN_S
         gather(*given)
 
-    with patch.object(gathered_weights, "gather_parts", late):
+    with patch.object(home_access, "gather_parts", late):
         said = said_of(lambda: safe_get_full_fp32_param(weight))
     engine.close()
     return said
@@ -128,9 +128,9 @@ def count_together(rank: int, directory: str) -> list[int]:
     for name, of_ranks in machines.items():
         if name == "launched" and rank < 2:
             os.environ["LOCAL_WORLD_SIZE"] = "7"
-        with patch.object(ranks, "machine", lambda: of_ranks[rank]):  # noqa: B023
+        with patch.object(process_groups, "machine", lambda: of_ranks[rank]):  # noqa: B023
             engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
-        found.append(engine._runtime.several.ranks.local_world_size)
+        found.append(engine._runtime.group.local_world_size)
         engine.close()
     return found
 

@@ -1,0 +1,62 @@
+"""The reduction of gradients over the ranks, on the lane that takes them home."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offloadzero.ranks.group import Group
+from offloadzero.step.coded_reduce import CodedReduce
+from offloadzero.step.piecewise_reduce import PiecewiseReduce
+from offloadzero.step.record_gradient import Brought
+from offloadzero.update.records import Record
+
+
+class Reduction:
+    """Makes a gradient the mean over the ranks, in the form in which it goes between them; one rank's is that."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        coded: CodedReduce,
+        pieces: PiecewiseReduce | None,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        """Reduce over `group`.
+
+        Args:
+            coded: for gradients that go as codes.
+            pieces: for gradients that are not `coded` and whose dtype is not `wire_dtype`; None: there are none.
+            wire_dtype: that of what is not `coded`; None: the gradients' own.
+        """
+        self._group = group
+        self._coded = coded
+        self._pieces = pieces
+        self._wire_dtype = wire_dtype
+
+    def submit(self, record: Record) -> None:
+        """Count a gradient that is given to the lane as the next one."""
+        if record.is_reduced:
+            self._group.reductions.note(record.index)
+
+    def reduce(self, brought: Brought) -> Tensor:
+        """Return this rank's part of the mean over the ranks; the gradient is overwritten.
+
+        Each rank divides what it sends, as DistributedDataParallel does.
+        """
+        record, flat = brought.gradient.record, brought.flat
+        if not record.is_reduced:
+            return flat
+        gradients, label = self._group.gradients, f"{record.name}.grad"
+        gradients.begin_submitted()
+        codes = self._coded.wire_of(record)
+        if codes is not None:
+            return self._coded.reduce(record, codes, flat, brought.places)
+        if self._pieces is not None and self._wire_dtype != record.dtype:
+            return self._pieces.reduce(record, flat)
+        flat.div_(self._group.spec.world_size)
+        if record.shard.world_size > 1:
+            return gradients.reduce_scatter(flat, label)
+        gradients.all_reduce(flat, label)
+        return flat
