@@ -195,6 +195,28 @@ queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
 # A subclass sees each operation below autograd while it is entered.
 DispatchMode = TorchDispatchMode
 
+
+class _CopyMode(TorchDispatchMode):
+    """Below autograd the copy of a tensor is this one. Other operations come, too: a tensor is asked for its device."""
+
+    def __init__(self, copy: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copy = copy
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._copy if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+
+def as_copy_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Connect `result` to `tensor` in the graph as a copy of it is, by a node that lives as long as it is held.
+
+    In torch 2.11 that of an autograd Function in Python ends with its tensor: `F.apply(x).grad_fn` has no
+    `next_functions`.
+    """
+    with DisableTorchFunctionSubclass(), _CopyMode(result):
+        return tensor.clone()
+
+
 # Attention and recurrent layers on the CPU and their backward, and the products of a mixture of experts, which torch's
 # counter of operations does not know.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

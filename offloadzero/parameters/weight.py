@@ -36,6 +36,7 @@ from offloadzero.parameters.trees import map_leaves
 from offloadzero.torch_private import (
     NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
+    as_copy_of,
     current_graph_task_id,
     disabled_torch_function_impl,
     get_data,
@@ -227,15 +228,19 @@ class _Connect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, away: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
-        if isinstance(away, _Offloaded):
-            return _LeafTensor(_AsRecorded(weight_of(away)))
-        value = kept_value(away)
-        source: Any = value.source
-        return value.with_source(_AsRecorded(source), kind=_LeafTensor)
+        return _leaf_tensor(away)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
         return grad
+
+
+def _leaf_tensor(away: Tensor) -> Tensor:
+    if isinstance(away, _Offloaded):
+        return _LeafTensor(_AsRecorded(weight_of(away)))
+    value = kept_value(away)
+    source: Any = value.source
+    return value.with_source(_AsRecorded(source), kind=_LeafTensor)
 
 
 class _Offloaded(nn.Parameter):
@@ -518,7 +523,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     if own is not None:
         return own(value_of(args[0]), *args[1:], **keywords)
     if func in _SEEN_AS_ANOTHER and args[1:] and args[0] is args[1] and isinstance(args[0], AwayParameter):
-        return _remote(args[0])  # with no other node before the parameter's own
+        return _remote(args[0], connect=_connect_as_copy)  # with no other node before the parameter's own
     standing: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor that is away, its stand-in
 
     def stand_in(leaf: Any) -> Any:
@@ -535,14 +540,17 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     return map_leaves(away, func(*args, **keywords))
 
 
-def _remote(away: Tensor) -> Tensor:
+def _connect_as_copy(away: Tensor) -> Tensor:
+    return as_copy_of(away, _leaf_tensor(away))
+
+
+def _remote(away: Tensor, *, connect: Callable[[Tensor], Tensor] = _Connect.apply) -> Tensor:
     with DisableTorchFunctionSubclass():
         is_connected = away.requires_grad and torch.is_grad_enabled()
     if is_connected:
         if running_transform() is not None:
             _refuse_transform(away)
-        connected: Tensor = _Connect.apply(away)  # type: ignore[no-untyped-call]
-        return connected
+        return connect(away)
     return value_of(away)
 
 

@@ -219,7 +219,7 @@ def test_host_memory_that_is_too_small_is_refused(
     monkeypatch.setattr(needs, "host_bytes_before", lambda: 1 << 20)
     assert run() == 1
     assert re.search(
-        r"^BudgetError: host memory: about [0-9.]+ MiB are needed, [0-9.]+ MiB are available$",
+        r"^BudgetError: host memory: about [0-9.]+ [MG]iB are needed, [0-9.]+ MiB are available$",
         capsys.readouterr().err,
         re.MULTILINE,
     )

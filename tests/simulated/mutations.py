@@ -179,8 +179,12 @@ class _Referring:
 
 
 def references(names: Sequence[str], places: Sequence[Place], *, at_once: int) -> dict[str, Reference]:
-    """What the package as it is gives, by run."""
-    parts = [_Referring(names[part::at_once], places) for part in range(at_once)]
+    """What the package as it is gives, by run. The processes that fork ranks run nothing else: see `warm_up`."""
+    kinds = (
+        [name for name in names if name.startswith(OF_RANKS)],
+        [name for name in names if not name.startswith(OF_RANKS)],
+    )
+    parts = [_Referring(kind[part::at_once], places) for kind in kinds for part in range(at_once)]
     found: dict[str, Reference] = {}
     for part in forked(parts, at_once=at_once, silence_s=2 * RUN_S):
         found.update(part.found)
@@ -340,7 +344,11 @@ def _runs_at(mutation: Mutation, reference: Mapping[str, Reference]) -> list[str
 
 
 def warm_up() -> None:
-    """Import what is no part of the package, before any thread is started: the mutants share it."""
+    """Import what is no part of the package, before any thread is started: the mutants share it.
+
+    Forwards have all of it. A backward would end those of the mutants: with the first one a torch for CUDA starts
+    autograd's threads, without a GPU also, as tensors have been fake by then, and a fork behind that can run none.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import pytest  # noqa: F401
     import torch
@@ -359,7 +367,7 @@ def warm_up() -> None:
         for param in model.parameters():
             param.data = memory.take(param.nbytes).view(param.dtype).view(param.shape)
         for num_rows in (2, 3):
-            model(features(0, rows=num_rows)).backward()
+            model(features(0, rows=num_rows))
     machine.close()
 
 
