@@ -41,7 +41,7 @@ from offloadzero.planning.activation_trace import CallForm, MicroBatchTrace, Tra
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.kept_rates import describe, kept_hardware, kept_share
 from offloadzero.planning.memory_plan import MemoryPlan
-from offloadzero.planning.time_model import forecast, plan_step
+from offloadzero.planning.step.forecast import forecast, plan_step
 from offloadzero.streaming.units import UnitCut
 from offloadzero.torch_private import current_autograd_node, skip_frame
 from offloadzero.update.spec import DTYPES

@@ -28,7 +28,7 @@ from offloadzero.cli.nvme_traffic import Limits, OptimizerStep, Pump, RandomMemo
 from offloadzero.cli.scratch import ending_signals_raise, scratch_files
 from offloadzero.io.engine import AioEngine
 from offloadzero.native import kernels
-from offloadzero.planning.time_model import COMPACT, FP32
+from offloadzero.planning.step.rates import COMPACT, FP32
 
 NUM_TURNS, MOST_S = 5, 8.0  # no turn begins later than that; there is one in any case
 TURN_S, MOST_TURN_S = 0.4, 2.0  # of four micro batches; at most, if not even one takes longer

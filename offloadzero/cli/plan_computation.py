@@ -38,7 +38,7 @@ from offloadzero.planning.activation_trace import (
 )
 from offloadzero.planning.probe import usable_cores
 from offloadzero.planning.shapes import LLAMA, ModelShape
-from offloadzero.planning.time_model import Computation
+from offloadzero.planning.step.rates import Computation
 
 NUM_SAMPLES = 6
 ENOUGH_S = 4.0  # of one measurement: what takes that long is not repeated

@@ -11,15 +11,8 @@ from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import FILE_ENGINE, PYTHON
 from offloadzero.observe.timeline import LANES
 from offloadzero.planning.fit import needed
-from offloadzero.planning.time_model import (
-    HOST_MEMORY,
-    LINKS,
-    NETWORK,
-    NVME_MIXED,
-    OVERLAP,
-    Forecast,
-    Phase,
-)
+from offloadzero.planning.step.forecast import OVERLAP, Forecast, Phase
+from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
 from offloadzero.segments import TierName
 
 PAGE = "plan_page.html"

@@ -67,7 +67,7 @@ from offloadzero.planning.probe import (
     nearest_directory,
     usable_cores,
 )
-from offloadzero.planning.time_model import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM

@@ -19,9 +19,8 @@ from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.other_settings import other_settings
-from offloadzero.planning.remedies import faster
-from offloadzero.planning.time_model import (
+from offloadzero.planning.step.advice import faster, other_settings
+from offloadzero.planning.step.forecast import (
     Forecast,
     Run,
     Step,

@@ -26,26 +26,26 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL
 from offloadzero.observe.timeline import COLLECTIVES, LANDING
-from offloadzero.planning.collective_traffic import (
-    FAR_GRADIENTS,
-    NEAR_GRADIENTS,
-    NEAR_WEIGHTS,
-    OF_TENSORS,
-)
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.result_file import Reader, load_json, parse_json
-from offloadzero.planning.step_work import THROUGH_HOST_MEMORY
-from offloadzero.planning.time_model import (
+from offloadzero.planning.step.forecast import Step
+from offloadzero.planning.step.rates import (
     COMPACT,
     FP32,
     HOST_MEMORY,
     LINKS,
     NETWORK,
+    THROUGH_HOST_MEMORY,
     Rates,
-    Step,
 )
-from offloadzero.planning.traffic import StepTraffic
+from offloadzero.planning.step.work import (
+    FAR_GRADIENTS,
+    NEAR_GRADIENTS,
+    NEAR_WEIGHTS,
+    OF_TENSORS,
+    StepTraffic,
+)
 from offloadzero.sharding.shard_spec import MAX_RANKS
 from offloadzero.update.spec import UpdateForm
 

@@ -26,7 +26,7 @@ from offloadzero.planning.memory_plan import (
 from offloadzero.planning.placement import choose_placement
 from offloadzero.planning.placement_time import StepTimer
 from offloadzero.planning.probe import available_host_bytes
-from offloadzero.planning.traffic import Uses
+from offloadzero.planning.step.work import Uses
 from offloadzero.segments import TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form

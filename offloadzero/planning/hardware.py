@@ -16,7 +16,8 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.result_file import Reader
-from offloadzero.planning.time_model import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates, Step
+from offloadzero.planning.step.forecast import Step
+from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"

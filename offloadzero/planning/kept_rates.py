@@ -27,7 +27,7 @@ from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hard
 from offloadzero.planning.machine import describe_machine, describe_path, describe_versions
 from offloadzero.planning.probe import nearest_directory, usable_cores
 from offloadzero.planning.result_file import load_json
-from offloadzero.planning.time_model import Computation
+from offloadzero.planning.step.rates import Computation
 
 KEY = "--hardware"
 MOST_MODELS = 64  # whose rates are kept; the oldest are forgotten

@@ -14,9 +14,8 @@ from offloadzero.config import OffloadConfig
 from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan
-from offloadzero.planning.step_work import used_elements
-from offloadzero.planning.time_model import Step, forecast, plan_step, simulated
-from offloadzero.planning.traffic import Uses
+from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
+from offloadzero.planning.step.work import Uses, used_elements
 from offloadzero.update.records import Record
 
 

@@ -19,7 +19,7 @@ from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import hardware_from_json
 from offloadzero.planning.kept_rates import cache_file, keep, read_hardware
-from offloadzero.planning.time_model import Computation
+from offloadzero.planning.step.rates import Computation
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION

@@ -17,7 +17,7 @@ from offloadzero.cli.plan_page import PAGE
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.time_model import OVERLAP
+from offloadzero.planning.step.forecast import OVERLAP
 from tests.cli.test_plan import GIB, MACHINE, MIB, words
 from tests.cli.test_report import HOSTILE, Page
 

@@ -15,7 +15,7 @@ from offloadzero.cli.bench_copy import Case
 from offloadzero.cli.progress import Progress
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.time_model import Computation, Rates
+from offloadzero.planning.step.rates import Computation, Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30

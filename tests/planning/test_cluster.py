@@ -20,7 +20,8 @@ from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRIT
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import share_of
-from offloadzero.planning.time_model import HOST_MEMORY, LINKS, NETWORK, Forecast, Rates, Step, simulated
+from offloadzero.planning.step.forecast import Forecast, Step, simulated
+from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, Rates
 from offloadzero.update.spec import UpdateForm
 from tests.cli.test_plan import MACHINE
 from tests.support.tiny import settings

@@ -25,8 +25,8 @@ from offloadzero.planning.kept_rates import cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
 from offloadzero.planning.placement_time import StepTimer
-from offloadzero.planning.time_model import Rates
-from offloadzero.planning.traffic import Uses
+from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.step.work import Uses
 from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm

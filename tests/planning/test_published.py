@@ -20,8 +20,8 @@ from offloadzero.cli.plan_report import StageBytes, by_stage, step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
 from offloadzero.planning.fit import Memory
-from offloadzero.planning.time_model import Step
-from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD
+from offloadzero.planning.step.forecast import Step
+from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD
 from offloadzero.planning.zero_formulas import efficiency_unoverlapped, state_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import settings

@@ -26,9 +26,10 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.simulated_step import SimulatedStep, simulate_step
-from offloadzero.planning.step_work import LaneRates, StepWork, UnitUse, UnitWork, work_of_step
-from offloadzero.planning.time_model import Rates, Step, forecast, plan_step, simulated
+from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
+from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.step.simulation import LaneRates, SimulatedStep, simulate_step
+from offloadzero.planning.step.work import StepWork, UnitUse, UnitWork, work_of_step
 from offloadzero.segments import TierName
 from tests.planning.test_time_model import KNOWN, TRACE
 from tests.support.tiny import settings

@@ -129,8 +129,7 @@ class _Run:
         self._waiting = [len(after) for after in tasks.after]
         self._dependents: list[list[int]] = [[] for _ in range(count)]
         self._asked: dict[int, list[int]] = {}
-        self._starts_s, self._ends_s = [-1.0] * count, [-1.0] * count
-        self._ready_s = [0.0] * count
+        self._starts_s, self._ends_s, self._ready_s = [-1.0] * count, [-1.0] * count, [0.0] * count
         self._causes = [-1] * count
         self._now_s = 0.0
         self._spared: list[int] = []
@@ -144,7 +143,8 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        self._end([number for number in self._gates() if not self._waiting[number]])
+        gates = [number for number, queue in enumerate(self._tasks.queues) if queue is None]
+        self._end([number for number in gates if not self._waiting[number]])
         running = self._start(self._lanes)
         while running:
             running = self._advance(running)
@@ -154,45 +154,37 @@ class _Run:
             raise AssertionError(f"{len(open_tasks)} tasks wait for each other: {', '.join(names)}")
         return Outcome(self._tasks, self._starts_s, self._ends_s, self._causes, self._spared)
 
-    def _gates(self) -> list[int]:
-        return [number for number, queue in enumerate(self._tasks.queues) if queue is None]
-
     def _advance(self, running: list[int]) -> list[int]:
         """Go on to the next end of a task; return the lanes that run then, by their places."""
         lanes, speeds = self._lanes, self._speeds_of(running)
         step_s = min([lanes[place].left_s / speeds[place] for place in running])
         self._now_s += step_s
-        ended: list[int] = []
-        going_on: list[int] = []
+        ended, going_on = list[int](), list[int]()
         for place in running:
-            lane = lanes[place]
-            speed = speeds[place]
-            if lane.left_s <= step_s * speed * (1 + 1e-12):
+            lane, moved_s = lanes[place], step_s * speeds[place]
+            if lane.left_s <= moved_s * (1 + 1e-12):
                 ended.append(lane.task)
                 lane.last, lane.task = lane.task, -1
             else:
-                lane.left_s -= step_s * speed
+                lane.left_s -= moved_s
                 going_on.append(place)
-        touched = {self._lane_of[task] for task in ended}
-        touched |= self._end(ended)
+        touched = {self._lane_of[task] for task in ended} | self._end(ended)
         return sorted([*going_on, *self._start([lanes[place] for place in touched])])
 
     def _speeds_of(self, running: list[int]) -> list[float]:
         key = sum(1 << place for place in running)
-        found = self._known_speeds.get(key)
-        if found is None:
+        if key not in self._known_speeds:
             names = [self._lanes[place].name for place in running]
             by_name = {} if self._speeds is None else self._speeds(names)
-            found = [by_name.get(lane.name, 1.0) for lane in self._lanes]
-            self._known_speeds[key] = found
-        return found
+            self._known_speeds[key] = [by_name.get(lane.name, 1.0) for lane in self._lanes]
+        return self._known_speeds[key]
 
-    def _end(self, ended: list[int]) -> set[int]:
+    def _end(self, ended: Sequence[int]) -> set[int]:
         """End tasks, and all without a queue that waited for no more; return the lanes that others wait on."""
-        touched: set[int] = set()
-        now_s, waiting = self._now_s, self._waiting
-        while ended:
-            task = ended.pop()
+        touched, now_s, waiting = set[int](), self._now_s, self._waiting
+        ending = list(ended)
+        while ending:
+            task = ending.pop()
             self._ends_s[task] = now_s
             for asking in self._asked.get(task, ()):
                 self._choose(asking)
@@ -204,7 +196,7 @@ class _Run:
                 place = self._lane_of[other]
                 if place < 0:
                     self._starts_s[other] = now_s
-                    ended.append(other)
+                    ending.append(other)
                 else:
                     touched.add(place)
         return touched
@@ -226,17 +218,15 @@ class _Run:
         """Start the next task of each lane that is idle; return the places of those that have one."""
         started = []
         for lane in lanes:
-            if lane.task >= 0:
-                continue
-            for queue in lane.queues:
-                if queue and not self._waiting[queue[0]]:
-                    task = queue.popleft()
-                    lane.task, lane.left_s = task, self._seconds[task]
-                    self._starts_s[task] = self._now_s
-                    if self._ready_s[task] < self._now_s:
-                        self._causes[task] = lane.last
-                    started.append(self._lane_of[task])
-                    break
+            queues = lane.queues if lane.task < 0 else ()
+            queue = next((queue for queue in queues if queue and not self._waiting[queue[0]]), None)
+            if queue is not None:
+                task = queue.popleft()
+                lane.task, lane.left_s = task, self._seconds[task]
+                self._starts_s[task] = self._now_s
+                if self._ready_s[task] < self._now_s:
+                    self._causes[task] = lane.last
+                started.append(self._lane_of[task])
         return started
 
 
@@ -250,5 +240,4 @@ def _lanes(tasks: Tasks) -> tuple[list[_Lane], list[int]]:
     for queue in sorted(queues):
         lanes.setdefault(queue.lane, _Lane(queue.lane)).queues.append(queues[queue])
     places = {name: place for place, name in enumerate(lanes)}
-    lane_of = [-1 if queue is None else places[queue.lane] for queue in tasks.queues]
-    return list(lanes.values()), lane_of
+    return list(lanes.values()), [-1 if queue is None else places[queue.lane] for queue in tasks.queues]
