@@ -37,10 +37,9 @@ from offloadzero.memory.device import Device
 from offloadzero.observe.forecast import NoForecastError, PlannedStep, parts_alone
 from offloadzero.observe.timeline import COLLECTIVES
 from offloadzero.planned_model import uses_of
-from offloadzero.planning.activation_trace import CallForm, MicroBatchTrace, TraceError, trace_call
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.kept_rates import describe, kept_hardware, kept_share
+from offloadzero.planning.hardware import Hardware, describe, kept_hardware, kept_share
 from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.planning.model.trace import CallForm, MicroBatchTrace, TraceError, trace_call
 from offloadzero.planning.step.forecast import forecast, plan_step
 from offloadzero.streaming.units import UnitCut
 from offloadzero.torch_private import current_autograd_node, skip_frame

@@ -12,10 +12,10 @@ from typing import Protocol
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.device import Device
-from offloadzero.planning.fastest_placement import fastest_placement
+from offloadzero.planning.fastest_placement import StepTimer, fastest_placement
 from offloadzero.planning.fit import budgets_text, least_budgets
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.kept_rates import describe, kept_hardware
+from offloadzero.planning.hardware import Hardware, describe, kept_hardware
+from offloadzero.planning.machine import available_host_bytes
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     advice,
@@ -24,8 +24,6 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement
-from offloadzero.planning.placement_time import StepTimer
-from offloadzero.planning.probe import available_host_bytes
 from offloadzero.planning.step.work import Uses
 from offloadzero.segments import TierName
 from offloadzero.update.records import Record

@@ -21,13 +21,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import inf
+from typing import Any
 
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
+from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, plan_memory
+from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
+from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
+from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.step.work import Uses, used_elements
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
@@ -36,6 +42,50 @@ NUM_SHOWN = 3  # placements that are slower
 WORTH = 0.05  # the share by which another order must be faster: [Note: found by time]
 DEVICE_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _NAMES = {SegmentKind.PARAM: "parameters", SegmentKind.GRAD: "gradients", SegmentKind.STATES: "states"}
+
+
+class StepTimer:
+    """Simulates a step with one plan or another of the same records, before the model has been called.
+
+    Operations follow from the sizes: 2 for each parameter and token in the forward, 4 in backward, and 2 more where a
+    forward is run again. Attention is left out, and so are the inputs of checkpointed units, which are the same for
+    each plan. Of experts all are counted, though a token reaches a few.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        config: OffloadConfig,
+        *,
+        uses: Uses,
+        hardware: Hardware,
+        num_tokens: int,
+    ) -> None:
+        """Prepare for micro batches of `num_tokens`."""
+        self._records, self._config, self._uses, self._hardware = records, config, uses, hardware
+        self._machine: Any = {"num_cores": hardware.num_cores, "device_is_cpu": hardware.device_is_cpu}
+        forward_flops = 2 * num_tokens * used_elements(records, uses)
+        recomputed = forward_flops if config.activation_checkpoints is not None else 0
+        self._trace = MicroBatchTrace(
+            num_tokens=num_tokens,
+            forward_flops=forward_flops,
+            backward_flops=2 * forward_flops + recomputed,
+            kept_bytes=0,
+            peak_bytes=0,
+        )
+
+    def seconds(self, plan: MemoryPlan) -> float:
+        """Return the seconds of a step with a plan; inf: a rate is not known."""
+        found = simulated(*self._step(plan), **self._machine)
+        return inf if found is None else found.seconds
+
+    def unknown(self, plan: MemoryPlan) -> tuple[str, ...]:
+        """Return the lanes of a step with a plan whose rates are not known."""
+        return forecast(*self._step(plan), **self._machine).unknown
+
+    def _step(self, plan: MemoryPlan) -> tuple[Step, Rates]:
+        step = plan_step(self._records, plan, self._config, uses=self._uses, trace=self._trace)
+        return step, self._hardware.rates_of(step)
 
 
 @dataclass(frozen=True)

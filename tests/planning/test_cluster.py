@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan_answer import Planner, Question
-from offloadzero.cli.plan_model import read_model
-from offloadzero.cli.plan_report import Forecaster
+from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.model import read_model
+from offloadzero.cli.plan.report import Forecaster
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.timeline import COMPUTE, D2H, NVME_READ, UPDATE

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import PYTHON
@@ -26,7 +26,7 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.activation_trace import MicroBatchTrace
+from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.step.advice import FASTER
 from offloadzero.planning.step.forecast import (
     OVERLAP,

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.planning import probe
-
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
@@ -51,7 +49,7 @@ def test_memory_is_counted_as_engines_count_it(monkeypatch: pytest.MonkeyPatch) 
     """A container's page cache, after reads of tests and of torch, counts as used by its group: it is given back."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     machine = importlib.import_module("gpu_machine")
-    monkeypatch.setattr(probe, "available_host_bytes", lambda: 7 * MIB)
+    monkeypatch.setattr("offloadzero.planning.machine.available_host_bytes", lambda: 7 * MIB)
     assert machine.available_memory() == 7 * MIB
     limits = machine.limits(ROOT, memory=None, disk=0, on_cuda=False)
     assert limits.host == int(7 * MIB * machine.HOST_SHARE)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import ModelSource
+from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, WAIT

@@ -57,8 +57,8 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.step.rates import (
     COMPACT,
     COPY,

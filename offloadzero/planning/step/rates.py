@@ -48,7 +48,7 @@ class Rates:
     nvme_mixed: float | None = None
     nvme_cpu_s_per_byte: float | None = None
     # Where the CPU is the device, seconds that computation loses for each byte of a "copy", of the "drive" or of
-    # updates, by state layout: [Note: work beside the computation] in cli/plan_beside.py.
+    # updates, by state layout: [Note: work beside the computation] in cli/plan/beside.py.
     holds: Table = field(default_factory=dict)
     nvme_beside: float | None = None  # part of its rate that the drive has beside it; not known: all
     unit_s: float | None = None  # seconds of Python for each use of a unit

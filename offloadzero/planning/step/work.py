@@ -49,8 +49,9 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.activation_trace import CallInputs
-from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
+from offloadzero.planning.inputs import INPUTS_AHEAD
+from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
+from offloadzero.planning.model.trace import CallInputs
 from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
