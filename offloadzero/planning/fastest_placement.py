@@ -21,22 +21,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING
 
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.homes import Placement
-from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, plan_memory
+from offloadzero.planning.memory_plan import MemoryPlan, Needs, keeps_gradients, plan_memory
 from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
-from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
-from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.step.forecast import Step, plan_step
 from offloadzero.planning.step.work import Uses, used_elements
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
-from offloadzero.update.spec import UpdateForm
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 NUM_SHOWN = 3  # placements that are slower
 WORTH = 0.05  # the share by which another order must be faster: [Note: found by time]
@@ -63,7 +64,6 @@ class StepTimer:
     ) -> None:
         """Prepare for micro batches of `num_tokens`."""
         self._records, self._config, self._uses, self._hardware = records, config, uses, hardware
-        self._machine: Any = {"num_cores": hardware.num_cores, "device_is_cpu": hardware.device_is_cpu}
         forward_flops = 2 * num_tokens * used_elements(records, uses)
         recomputed = forward_flops if config.activation_checkpoints is not None else 0
         self._trace = MicroBatchTrace(
@@ -76,16 +76,15 @@ class StepTimer:
 
     def seconds(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step with a plan; inf: a rate is not known."""
-        found = simulated(*self._step(plan), **self._machine)
+        found = self._hardware.simulated(self._step(plan))
         return inf if found is None else found.seconds
 
     def unknown(self, plan: MemoryPlan) -> tuple[str, ...]:
         """Return the lanes of a step with a plan whose rates are not known."""
-        return forecast(*self._step(plan), **self._machine).unknown
+        return self._hardware.forecast(self._step(plan)).unknown
 
-    def _step(self, plan: MemoryPlan) -> tuple[Step, Rates]:
-        step = plan_step(self._records, plan, self._config, uses=self._uses, trace=self._trace)
-        return step, self._hardware.rates_of(step)
+    def _step(self, plan: MemoryPlan) -> Step:
+        return plan_step(self._records, plan, self._config, uses=self._uses, trace=self._trace)
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,7 @@ def fastest_placement(
     available: Mapping[TierName, int],
     *,
     seconds_of: Callable[[MemoryPlan], float],
-    together: Sequence[Collection[int]] = (),
-    form: UpdateForm = UpdateForm.NATIVE,
-    num_checkpointed: int = 0,
+    **needs: Unpack[Needs],
 ) -> FoundPlacement:
     """Choose the home of every segment by the simulated step: [Note: found by time].
 
@@ -159,7 +156,7 @@ def fastest_placement(
 
     Args:
         seconds_of: forecasts a step with a plan.
-        available, together, form, num_checkpointed: those of `choose_placement`.
+        available, needs: those of `choose_placement`.
     """
     placements: dict[Filling, Placement] = {}
     found: dict[Filling, Tried] = {}
@@ -167,15 +164,7 @@ def fastest_placement(
 
     def tried(filling: Filling) -> Tried:
         if filling not in found:
-            placement = choose_placement(
-                records,
-                config,
-                available,
-                together=together,
-                form=form,
-                num_checkpointed=num_checkpointed,
-                filling=filling,
-            )
+            placement = choose_placement(records, config, available, filling=filling, **needs)
             placements[filling] = placement
             homes = frozenset(placement.items())
             if homes not in known:
@@ -185,14 +174,7 @@ def fastest_placement(
 
     def planned_seconds(placement: Placement) -> float:
         try:
-            plan = plan_memory(
-                records,
-                config,
-                together=together,
-                placement=placement,
-                form=form,
-                num_checkpointed=num_checkpointed,
-            )
+            plan = plan_memory(records, config, placement=placement, **needs)
         except BudgetError:
             return inf
         return seconds_of(plan)

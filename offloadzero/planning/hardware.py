@@ -38,8 +38,9 @@ from offloadzero.planning.machine import (
     usable_cores,
 )
 from offloadzero.planning.result_file import Reader, load_json
-from offloadzero.planning.step.forecast import Step
+from offloadzero.planning.step.forecast import Forecast, Step, forecast, simulated
 from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.step.simulation import SimulatedStep
 from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"
@@ -82,6 +83,18 @@ class Hardware:
         if found is None:
             return self.rates
         return self.rates.with_computation(step.dtype, found, shares_cores=self.device_is_cpu)
+
+    def forecast(self, step: Step) -> Forecast:
+        """Forecast a step on this machine."""
+        return forecast(step, self.rates_of(step), **self._kind)
+
+    def simulated(self, step: Step) -> SimulatedStep | None:
+        """Simulate a step on this machine; None: a rate, the operations or the work by unit are not known."""
+        return simulated(step, self.rates_of(step), **self._kind)
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"num_cores": self.num_cores, "device_is_cpu": self.device_is_cpu}
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `hardware_from_json` reads."""

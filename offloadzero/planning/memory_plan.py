@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
@@ -219,6 +219,14 @@ class _Sheet:
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
 
+class Needs(TypedDict, total=False):
+    """What a plan needs to know beside records and configuration: arguments of `plan_memory`."""
+
+    together: Sequence[Collection[int]]
+    form: UpdateForm
+    num_checkpointed: int
+
+
 def plan_memory(
     records: Sequence[Record],
     config: OffloadConfig,
@@ -239,24 +247,24 @@ def plan_memory(
     Raises:
         BudgetError: with the table, when a budget is too small.
     """
-    homes = place(records, config) if placement is None else placement
-    plan = _plan(records, config, homes, together, form, num_checkpointed)
+
+    def plan_of(homes: Placement) -> MemoryPlan:
+        return _plan(records, config, homes, together, form, num_checkpointed)
+
+    plan = plan_of(place(records, config) if placement is None else placement)
     host_budget = config.budgets.host
     may_move = placement is None and bool(config.nvme_paths)
     if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
-        plan = _move_grads_to_nvme(records, config, plan, host_budget, together, form, num_checkpointed)
+        plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
     _check_budgets(plan, config)
     return plan
 
 
 def _move_grads_to_nvme(
     records: Sequence[Record],
-    config: OffloadConfig,
     plan: MemoryPlan,
     host_budget: int,
-    together: Sequence[Collection[int]],
-    form: UpdateForm,
-    num_checkpointed: int,
+    plan_of: Callable[[Placement], MemoryPlan],
 ) -> MemoryPlan:
     """Move gradients that are kept until the step to NVMe if need be: those needed last go first.
 
@@ -274,8 +282,7 @@ def _move_grads_to_nvme(
     def host_bytes_after(number: int) -> int:
         if number not in plans:
             away = {(record.index, SegmentKind.GRAD): TierName.NVME for record in moved[:number]}
-            placement = {**plan.placement, **away}
-            plans[number] = _plan(records, config, placement, together, form, num_checkpointed)
+            plans[number] = plan_of({**plan.placement, **away})
         return plans[number].tier_bytes(TierName.HOST)
 
     freed = accumulate((staggered(grad_home_bytes(record)) for record in moved), initial=0)

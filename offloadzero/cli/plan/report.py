@@ -25,7 +25,6 @@ from offloadzero.planning.step.forecast import (
     Run,
     Step,
     faster_in_fp32,
-    forecast,
     forecast_run,
     plan_step,
 )
@@ -498,10 +497,7 @@ class Forecaster:
 
     def forecast(self, step: Step) -> Forecast:
         """Return the seconds of a step."""
-        found = self.hardware
-        return forecast(
-            step, found.rates_of(step), num_cores=found.num_cores, device_is_cpu=found.device_is_cpu
-        )
+        return self.hardware.forecast(step)
 
 
 def by_stage(

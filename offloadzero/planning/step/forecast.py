@@ -81,7 +81,7 @@ from offloadzero.planning.step.work import (
     StepTraffic,
     StepWork,
     Uses,
-    step_traffic,
+    traffic_of,
     work_of_step,
 )
 from offloadzero.update.records import Record
@@ -132,16 +132,16 @@ def plan_step(
     """
     dtype = max(records, key=lambda record: record.num_elements).dtype if products is None else products
     inputs = trace.inputs if trace is not None else ()
-    is_alone = config.world_size == 1
+    work = work_of_step(records, plan, config, uses=uses, inputs=inputs)
     return Step(
-        step_traffic(records, plan, config, uses=uses, inputs=inputs, num_local_ranks=num_local_ranks),
+        traffic_of(work, records, plan, config, inputs=inputs, num_local_ranks=num_local_ranks),
         trace,
         num_micro=config.batch.gradient_accumulation_steps,
         update_in_backward=plan.update_in_backward,
         dtype=DTYPE_NAMES.get(dtype, str(dtype)),
         layout=config.state_layout,
         num_ranks=config.world_size,
-        work=work_of_step(records, plan, config, uses=uses, inputs=inputs) if is_alone else None,
+        work=work if config.world_size == 1 else None,
         num_params=sum(record.num_params for record in records),
         can_be_compact=any(record.can_be_compact for record in records),
         homes_by_budget=config.placement.auto,

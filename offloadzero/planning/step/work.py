@@ -388,8 +388,21 @@ def step_traffic(
         inputs: those of the calls of checkpointed units in a micro batch.
         num_local_ranks: the ranks of a machine; None: all are on one.
     """
-    work, sheet = work_of_step(records, plan, config, uses=uses), _Sheet()
-    num_micro = work.num_micro
+    work = work_of_step(records, plan, config, uses=uses)
+    return traffic_of(work, records, plan, config, inputs=inputs, num_local_ranks=num_local_ranks)
+
+
+def traffic_of(
+    work: StepWork,
+    records: Sequence[Record],
+    plan: MemoryPlan,
+    config: OffloadConfig,
+    *,
+    inputs: Sequence[CallInputs],
+    num_local_ranks: int | None,
+) -> StepTraffic:
+    """Return the bytes of one step of this work, as `step_traffic` does."""
+    sheet, num_micro = _Sheet(), work.num_micro
     delivered = _add_fetches(sheet, work, records, plan, config)
     machine_ranks = config.zero_plus_plus.node_ranks
     if machine_ranks == 1:
