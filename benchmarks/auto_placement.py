@@ -107,7 +107,7 @@ def make_trainer(case: Case, placement: str, directory: Path) -> Trainer:
     import torch
 
     import offloadzero
-    from offloadzero.planning.shapes import read_shape
+    from offloadzero.planning.model.shapes import read_shape
 
     shape = read_shape("model", case.shape)
     assert shape is not None
@@ -132,7 +132,7 @@ def serve(case: Case, placement: str, directory: Path) -> None:
     import torch
 
     import offloadzero
-    from offloadzero.planning.shapes import read_shape
+    from offloadzero.planning.model.shapes import read_shape
 
     shape = read_shape("model", case.shape)
     assert shape is not None

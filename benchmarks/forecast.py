@@ -86,7 +86,7 @@ def run(case: str, directory: str) -> None:
     import torch
 
     import offloadzero
-    from offloadzero.planning.shapes import read_shape
+    from offloadzero.planning.model.shapes import read_shape
 
     text, micro_batch, sequence, _ = CASES[case]
     shape = read_shape("model", text)

@@ -16,13 +16,13 @@ from offloadzero.errors import BudgetError
 from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
 from offloadzero.planning.engine_plan import DTYPES, plan_records
+from offloadzero.planning.machine import available_host_bytes, host_bytes_before
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     format_bytes,
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.planning.probe import available_host_bytes, host_bytes_before
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record

@@ -23,8 +23,8 @@ from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.planned_model import uses_of
 from offloadzero.planning.engine_plan import plan_engine
+from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
-from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
 from offloadzero.same_model import expect_same_homes, expect_same_model

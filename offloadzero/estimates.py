@@ -23,7 +23,7 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.device import find_device
 from offloadzero.planned_model import plan_model
 from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.shapes import MAX_SIZE, num_blocks_of_size
+from offloadzero.planning.model.shapes import MAX_SIZE, num_blocks_of_size
 from offloadzero.ranks.shard import MAX_RANKS, divides_params
 from offloadzero.runtime import runtime_of
 from offloadzero.segments import TierName

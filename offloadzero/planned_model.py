@@ -24,7 +24,7 @@ from offloadzero.config import (
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
-from offloadzero.planning.traffic import Uses
+from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.segments import TierName
 from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units

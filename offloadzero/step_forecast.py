@@ -37,11 +37,10 @@ from offloadzero.memory.device import Device
 from offloadzero.observe.forecast import NoForecastError, PlannedStep, parts_alone
 from offloadzero.observe.timeline import COLLECTIVES
 from offloadzero.planned_model import uses_of
-from offloadzero.planning.activation_trace import CallForm, MicroBatchTrace, TraceError, trace_call
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.kept_rates import describe, kept_hardware, kept_share
+from offloadzero.planning.hardware import Hardware, describe, kept_hardware, kept_share
 from offloadzero.planning.memory_plan import MemoryPlan
-from offloadzero.planning.time_model import forecast, plan_step
+from offloadzero.planning.model.trace import CallForm, MicroBatchTrace, TraceError, trace_call
+from offloadzero.planning.step.forecast import plan_step
 from offloadzero.streaming.units import UnitCut
 from offloadzero.torch_private import current_autograd_node, skip_frame
 from offloadzero.update.spec import DTYPES
@@ -120,15 +119,10 @@ def forecast_step(
         products=first.autocast,
         num_local_ranks=num_local_ranks,
     )
-    rates = hardware.rates_of(step)
-    if rates.collectives is None:
-        rates = replace(rates, collectives=shown_rates.get(COLLECTIVES))
-    found = forecast(
-        step,
-        rates,
-        num_cores=hardware.num_cores,
-        device_is_cpu=on_cpu,
-    )
+    if hardware.rates.collectives is None:
+        shown = replace(hardware.rates, collectives=shown_rates.get(COLLECTIVES))
+        hardware = replace(hardware, rates=shown)
+    found = hardware.forecast(step)
     if found.seconds is None or found.lane is None:
         raise NoForecastError(f"no rate or no count of {', '.join(found.unknown) or 'anything that moves'}")
     return PlannedStep(

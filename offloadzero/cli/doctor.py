@@ -9,13 +9,20 @@ import resource
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from offloadzero.cli.checkup import Drive, Facts, Finding, Severity, check
 from offloadzero.cli.output import check_output, print_lines, save_json
-from offloadzero.planning.machine import describe_machine, describe_path, describe_versions
-
-if TYPE_CHECKING:
-    from offloadzero.planning.checkup import Drive, Facts, Finding
+from offloadzero.planning.machine import (
+    cgroup_cores,
+    cgroup_free_bytes,
+    describe_machine,
+    describe_path,
+    describe_versions,
+    memlock_bytes,
+    number_in,
+    text_in,
+)
 
 FORMAT = "offloadzero.doctor"
 FORMAT_VERSION = 1
@@ -51,8 +58,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 0, or 1 if something hurts. Raises OffloadError."""
-    from offloadzero.cli.scratch import check_directories
-    from offloadzero.planning.checkup import Severity, check
+    from offloadzero.cli.bench.scratch import check_directories
 
     if args.json != "-":
         check_output("--json", args.json)
@@ -101,8 +107,6 @@ def find_facts(
     from offloadzero.io.engine import AioEngine
     from offloadzero.memory.device import find_device, pci_address
     from offloadzero.native import kernels
-    from offloadzero.planning.checkup import Facts
-    from offloadzero.planning.probe import cgroup_cores, cgroup_free_bytes, memlock_bytes
 
     device = find_device(device_name)
     machine = describe_machine()
@@ -112,7 +116,7 @@ def find_facts(
         registers = engine.register_parts(torch.empty(REGISTERED, dtype=torch.uint8)) == REGISTERED
     products = {}
     if device.free_bytes() is None:  # the CPU is the device
-        from offloadzero.cli.plan_probe import products_per_s
+        from offloadzero.cli.plan.measure import products_per_s
 
         products = {"bf16": products_per_s(torch.bfloat16), "fp32": products_per_s(torch.float32)}
     return Facts(
@@ -124,11 +128,11 @@ def find_facts(
         memlock_bytes=memlock_bytes(),
         registers=registers,
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        huge_pages=chosen(text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        overcommit=number(root / "proc/sys/vm/overcommit_memory"),
+        huge_pages=chosen(text_in(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        overcommit=number_in(root / "proc/sys/vm/overcommit_memory"),
         file_engine=backend,
         file_engine_reason=reason,
-        io_uring_disabled=number(root / "proc/sys/kernel/io_uring_disabled"),
+        io_uring_disabled=number_in(root / "proc/sys/kernel/io_uring_disabled"),
         device=device.name(),
         has_gpu_node=any((root / "dev").glob("nvidia[0-9]*")),
         link_width=link_width(pci_address(device.torch_device), root=root),
@@ -143,8 +147,7 @@ def find_facts(
 
 def find_drive(path: str, engine: Any, *, with_rates: bool) -> Drive:
     """Collect the facts of the drive under a directory."""
-    from offloadzero.cli.scratch import scratch_files
-    from offloadzero.planning.checkup import Drive
+    from offloadzero.cli.bench.scratch import scratch_files
 
     described = describe_path(path)
     disk = described["device"]
@@ -152,7 +155,7 @@ def find_drive(path: str, engine: Any, *, with_rates: bool) -> Drive:
         direct, reason = file.direct, file.direct_reason
     rates = {}
     if with_rates:
-        from offloadzero.cli.plan_probe import drive_rates
+        from offloadzero.cli.plan.measure import drive_rates
 
         rates = drive_rates([Path(path)], time_s=10.0)
     return Drive(
@@ -172,24 +175,10 @@ def link_width(address: str | None, *, root: Path = ROOT) -> tuple[int, int] | N
     if address is None:
         return None
     place = root / "sys/bus/pci/devices" / address
-    now, most = number(place / "current_link_width"), number(place / "max_link_width")
+    now, most = number_in(place / "current_link_width"), number_in(place / "max_link_width")
     return None if not now or not most else (now, most)
 
 
 def chosen(text: str | None) -> str | None:
     """Return the chosen word of a kernel file such as "always [madvise] never"."""
     return None if text is None or "[" not in text else text.split("[")[1].split("]")[0]
-
-
-def number(path: Path) -> int | None:
-    """Return the number in a file; None where there is no such file, or no number in it."""
-    found = text(path)
-    return int(found) if found is not None and found.isdecimal() else None
-
-
-def text(path: Path) -> str | None:
-    """Return the text of a small file; None where it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

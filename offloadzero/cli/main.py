@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from offloadzero import __version__
-from offloadzero.cli import bench_adam, bench_copy, bench_nvme, doctor, plan, report
+from offloadzero.cli import doctor, report
+from offloadzero.cli.bench import adam, nvme
+from offloadzero.cli.plan import command as plan
 from offloadzero.errors import ConfigError, OffloadError
 
 USER_ERROR = 2
@@ -33,11 +35,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    bench = commands.add_parser("bench", help="measure the drive, the memory or the optimizer")
+    bench = commands.add_parser("bench", help="measure the drive or the optimizer")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    bench_nvme.add_parser(benches)
-    bench_copy.add_parser(benches)
-    bench_adam.add_parser(benches)
+    nvme.add_parser(benches)
+    adam.add_parser(benches)
     doctor.add_parser(commands)
     plan.add_parser(commands)
     report.add_parser(commands)

@@ -1,18 +1,69 @@
-"""The output of results, to standard output and to files."""
+"""The output of the commands: lines, tables, sizes and times, files, pages, and progress on standard error.
+
+[Note: the page]
+A page is the template (page.html) with the common style (page_style.css) and tools (page_tools.js), and with a body and
+a script of its own, which are one file; the data go into it as one JSON object. The script sets text through
+textContent only, and `<` is escaped in the JSON, so no name of a module, file or wait can become markup. Nothing is
+loaded from anywhere: the page can be mailed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from offloadzero.errors import AioError, ConfigError
 
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(s|sec|min|h)?", re.ASCII)
+_UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
+_LINE_EVERY_S = 5.0
+
 
 def print_lines(lines: Iterable[str]) -> None:
     print("\n".join(lines), flush=True)
+
+
+def text_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, num_left: int = 1) -> list[str]:
+    """Return a table of aligned columns, the first `num_left` to the left."""
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+
+    def line(row: list[str]) -> str:
+        pairs = list(zip(row, widths, strict=True))
+        left = [cell.ljust(width) for cell, width in pairs[:num_left]]
+        return "  ".join([*left, *(cell.rjust(width) for cell, width in pairs[num_left:])]).rstrip()
+
+    return [line(row) for row in cells]
+
+
+def read_seconds(key: str, text: str, *, minimum: float) -> float:
+    """Read "90", "60s", "1.5min" or "1h". Raises ConfigError."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(key, text, 'a time such as "60s" or "2min"')
+    seconds = float(match[1]) * _UNIT_S[match[2]]
+    if seconds < minimum:
+        raise ConfigError(key, text, f"at least {minimum:g} s")
+    return seconds
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size in the largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(num_bytes) >= size:
+            digits = ".3g" if num_bytes < 999.5 * size else ".0f"
+            return f"{num_bytes / size:{digits}} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+# --- files ---
 
 
 def check_output(key: str, path: str | None) -> None:
@@ -39,14 +90,80 @@ def save_text(path: str, text: str) -> None:
         ) from error
 
 
-def text_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, num_left: int = 1) -> list[str]:
-    """Return a table of aligned columns, the first `num_left` to the left."""
-    cells = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < num_left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+def page_template(name: str) -> str:
+    """Return the page `name` without its data."""
+    body, _, script = _part(name).partition("<script>\n")
+    parts = {"STYLE": _part("page_style.css"), "BODY": body, "TOOLS": _part("page_tools.js")}
+    page = _part("page.html")
+    for mark, text in {**parts, "SCRIPT": script.partition("</script>")[0]}.items():
+        page = page.replace(f"/*{mark}*/", text, 1)
+    return page
+
+
+def _part(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def make_page(name: str, data: Mapping[str, Any]) -> str:
+    """Return the page `name` with its data in it: [Note: the page]."""
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+    return page_template(name).replace("/*DATA*/", text, 1)
+
+
+# --- progress ---
+
+
+class Progress:
+    """Counts seconds up to `total_s`: a bar on a terminal where tqdm is installed, lines otherwise."""
+
+    def __init__(self, total_s: float) -> None:
+        self._started_s = time.monotonic()
+        self._total_s = total_s
+        self._phase = ""
+        self._last_line_s = 0.0
+        self._bar = _make_bar(total_s)
+
+    def phase(self, name: str) -> None:
+        """Begin a new phase."""
+        self._phase = name
+        if self._bar is not None:
+            self._bar.set_description(name)
+        else:
+            self._line("")
+
+    def tick(self, text: str) -> None:
+        """Note that a sample was measured."""
+        elapsed_s = time.monotonic() - self._started_s
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.n = round(min(elapsed_s, self._total_s), 1)
+            self._bar.refresh()
+        elif elapsed_s - self._last_line_s >= _LINE_EVERY_S:
+            self._line(f": {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.leave = False
+            self._bar.close()
+
+    def _line(self, tail: str) -> None:
+        self._last_line_s = time.monotonic() - self._started_s
+        self.say(f"[{self._last_line_s:4.0f} s of {self._total_s:.0f}] {self._phase}{tail}")
+
+
+def _make_bar(total_s: float) -> Any:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        tqdm: Any = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return None
+    form = "{desc}: {bar} {n:.0f}/{total:.0f} s {postfix}"
+    return tqdm(total=round(total_s, 1), bar_format=form, file=sys.stderr, leave=False)

@@ -1,4 +1,4 @@
-"""`offloadzero report`: a run directory as one HTML page, [Note: the page] in page.py."""
+"""`offloadzero report`: a run directory as one HTML page, [Note: the page] in cli/output.py."""
 
 from __future__ import annotations
 
@@ -9,27 +9,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadzero.cli.output import check_output, print_lines, save_text
-from offloadzero.cli.page import make_page
-from offloadzero.cli.report_forecast import (
-    compare_run,
-    compared_lines,
-    has_enough,
-    read_own_forecast,
-    read_planned_step,
-)
-from offloadzero.cli.units import size_text
+from offloadzero.cli.output import check_output, make_page, print_lines, save_text, size_text, text_table
+from offloadzero.cli.plan.command import FORMAT as PLAN_FORMAT
+from offloadzero.cli.plan.command import FORMAT_VERSION as PLAN_FORMAT_VERSION
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.observe.forecast import Comparison, compare
-from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE, TRACE_FILES
+from offloadzero.observe.forecast import (
+    MIN_STEPS,
+    NUM_FIRST,
+    Comparison,
+    PlannedStep,
+    compare,
+    compared,
+    parts_alone,
+)
+from offloadzero.observe.run_dir import (
+    FORECAST_FILE,
+    FORECAST_FORMAT,
+    FORMAT,
+    FORMAT_VERSION,
+    RUN_FILE,
+    STEPS_FILE,
+    TRACE_FILES,
+)
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.result_file import load_json, parse_json
 
-PAGE = "report_page.html"
+PAGE = "report.html"
 MAX_POINTS = 600  # of a chart; longer runs are drawn as means of consecutive steps
 MAX_SPANS = 20_000  # of a traced step
 _MAX_NUMBER = 1e30
 NUM_WARM_UP = 2  # steps that the summary leaves out when there are more
+
+KEY = "--plan"
 
 Record = dict[str, Any]
 
@@ -318,3 +329,80 @@ def series(records: Sequence[Record]) -> dict[str, Any]:
         "waits_s": {name: [mean(r["waits_s"].get(name, 0.0) for r in g) for g in groups] for name in names},
         "loss": [mean(r.get("loss") for r in g) for g in groups] if has_loss else None,
     }
+
+
+# --- beside a forecast: that of `offloadzero plan --json`, or the one that the run made of itself ---
+
+
+def compare_run(planned: PlannedStep, records: Sequence[Record]) -> Comparison:
+    """Compare a run with the plan that is named beside it. Raises ConfigError where its steps are too few."""
+    if len(records) < MIN_STEPS:
+        raise ConfigError("RUN_DIR", f"{len(records)} steps", f"at least {MIN_STEPS} beside {KEY}")
+    if not has_enough(planned, records):
+        num_alike = len(compared(planned, records))
+        allowed = f"at least {MIN_STEPS - NUM_FIRST} with updates after the first {NUM_FIRST} beside {KEY}"
+        raise ConfigError("RUN_DIR", f"{num_alike} of {len(records)} steps", allowed)
+    return compare(planned, records)
+
+
+def has_enough(planned: PlannedStep, records: Sequence[Record]) -> bool:
+    """Whether so many steps are like the forecast one as a comparison takes."""
+    return len(compared(planned, records)) >= MIN_STEPS - NUM_FIRST
+
+
+def compared_lines(found: Comparison) -> list[str]:
+    """Return the sentence and the table by lane."""
+    header = ["lane", "bytes forecast", "measured", "seconds forecast", "measured"]
+    of_bytes, of_seconds = (found.forecast_bytes, found.num_bytes), (found.planned.lanes_s, found.lanes_s)
+    rows = [
+        [
+            name,
+            *(size_text(table[name]) if name in table else "" for table in of_bytes),
+            *(duration_text(table[name]) if name in table else "" for table in of_seconds),
+        ]
+        for name in sorted({*found.forecast_bytes, *found.num_bytes, *found.planned.lanes_s})
+    ]
+    return [found.sentence, *text_table(header, rows)]
+
+
+def read_planned_step(path: str) -> PlannedStep:
+    """Read the forecast of a plan. Raises ConfigError."""
+    plan = load_json(KEY, path, format_name=PLAN_FORMAT, format_version=PLAN_FORMAT_VERSION)
+    found, traffic = plan.get("forecast"), plan.get("traffic")
+    if not isinstance(found, dict) or not _is_amount(found.get("seconds")) or not found["seconds"]:
+        raise ConfigError(KEY, path, "a plan with a forecast of the step's time: this one has none")
+    phases: list[Any] = list(traffic.values()) if isinstance(traffic, dict) else [None]
+    parts_s = found.get("parts_s", {})
+    if not all(map(_is_table, (found.get("lanes_s"), parts_s, *phases))):
+        raise ConfigError(KEY, path, "is damaged: lanes and traffic are tables of numbers")
+    num_bytes: dict[str, float] = {}
+    for lane, size in (item for lanes in phases for item in lanes.items()):
+        num_bytes[lane] = num_bytes.get(lane, 0) + size
+    hardware = plan.get("hardware")
+    num_cores = hardware.get("num_cores") if isinstance(hardware, dict) else None
+    alone_s = parts_alone(parts_s, num_cores) if isinstance(num_cores, int) and num_cores > 0 else {}
+    lane = found.get("lane")
+    named = lane if isinstance(lane, str) else ""
+    return PlannedStep(found["seconds"], found["lanes_s"], num_bytes, named, alone_s)
+
+
+def read_own_forecast(directory: Path) -> PlannedStep | None:
+    """Read the forecast that a run made of itself; None where it made none. Raises ConfigError."""
+    path = directory / FORECAST_FILE
+    if not path.exists():
+        return None
+    found = load_json("RUN_DIR", str(path), format_name=FORECAST_FORMAT, format_version=FORMAT_VERSION)
+    seconds, lane = found.get("seconds"), found.get("lane")
+    tables = [found.get(name) for name in ("lanes_s", "num_bytes", "parts_s")]
+    is_whole = _is_amount(seconds) and seconds and isinstance(lane, str) and all(map(_is_table, tables))
+    if not is_whole:
+        raise ConfigError("RUN_DIR", str(path), "is damaged: not the forecast of a step")
+    return PlannedStep(found["seconds"], found["lanes_s"], found["num_bytes"], str(lane), found["parts_s"])
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_amount, value.values()))
+
+
+def _is_amount(value: object) -> bool:
+    return _is_number(value) and value >= 0  # type: ignore[operator]

@@ -26,26 +26,26 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL
 from offloadzero.observe.timeline import COLLECTIVES, LANDING
-from offloadzero.planning.collective_traffic import (
-    FAR_GRADIENTS,
-    NEAR_GRADIENTS,
-    NEAR_WEIGHTS,
-    OF_TENSORS,
-)
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.result_file import Reader, load_json, parse_json
-from offloadzero.planning.step_work import THROUGH_HOST_MEMORY
-from offloadzero.planning.time_model import (
+from offloadzero.planning.step.forecast import Step
+from offloadzero.planning.step.rates import (
     COMPACT,
     FP32,
     HOST_MEMORY,
     LINKS,
     NETWORK,
+    THROUGH_HOST_MEMORY,
     Rates,
-    Step,
 )
-from offloadzero.planning.traffic import StepTraffic
+from offloadzero.planning.step.work import (
+    FAR_GRADIENTS,
+    NEAR_GRADIENTS,
+    NEAR_WEIGHTS,
+    OF_TENSORS,
+    StepTraffic,
+)
 from offloadzero.ranks.shard import MAX_RANKS
 from offloadzero.update.spec import UpdateForm
 
@@ -54,20 +54,17 @@ FORMAT_VERSION = 1
 GB, TB, GIB = 1e9, 1e12, 1 << 30
 _DTYPES = ("bf16", "fp16", "fp32")
 
-# By table of the file: its entries. Those of _NEEDED must be there.
-_ENTRIES: Mapping[str, tuple[str, ...]] = {
-    "gpu": ("name", "memory_gib", "tflops", "memory_gb_per_s"),
-    "host": ("memory_gib", "gb_per_s", "cores"),
-    "pcie": ("to_gpu_gb_per_s", "from_gpu_gb_per_s", "machine_gb_per_s"),
-    "drives": ("number", "size_gb", "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s"),
-    "links": ("gb_per_s",),
-    "network": ("gb_per_s",),
-}
-_NEEDED = {
-    "gpu": ("memory_gib", "memory_gb_per_s"),
-    "host": ("memory_gib", "gb_per_s"),
-    "pcie": ("to_gpu_gb_per_s", "from_gpu_gb_per_s"),
-    "drives": ("number", "size_gb", "read_gb_per_s", "write_gb_per_s"),
+# By table of the file: its entries, and whether they must be there.
+_ENTRIES: Mapping[str, Mapping[str, bool]] = {
+    "gpu": {"name": False, "memory_gib": True, "tflops": False, "memory_gb_per_s": True},
+    "host": {"memory_gib": True, "gb_per_s": True, "cores": False},
+    "pcie": {"to_gpu_gb_per_s": True, "from_gpu_gb_per_s": True, "machine_gb_per_s": False},
+    "drives": {
+        **dict.fromkeys(("number", "size_gb", "read_gb_per_s", "write_gb_per_s"), True),
+        "mixed_gb_per_s": False,
+    },
+    "links": {"gb_per_s": False},  # True of several devices of a machine
+    "network": {"gb_per_s": False},  # True of several machines
 }
 
 
@@ -152,18 +149,18 @@ def cluster_from_json(key: str, value: Mapping[str, Any]) -> Cluster:
         "format", "format_version", "machines", "gpus_per_machine", *_ENTRIES, "collective_us", "unit_us"
     )
     tables = {name: top.table(name) for name in _ENTRIES}
-    for name, table in tables.items():
-        table.expect(*_ENTRIES[name])
-        if name != "drives" or value.get("drives") is not None:
-            for entry in _NEEDED.get(name, ()):
-                _expect_there(f"{key}.{name}.{entry}", table.value.get(entry))
+    for table in tables.values():
+        table.expect(*_ENTRIES[table.name.rpartition(".")[2]])
     num_machines, gpus = _whole(top, key, "machines"), _whole(top, key, "gpus_per_machine")
     if num_machines * gpus > MAX_RANKS:
         raise ConfigError(f"{key}.machines", num_machines, f"at most {MAX_RANKS:,} devices in all")
-    if gpus > 1:
-        _expect_there(f"{key}.links.gb_per_s", tables["links"].value.get("gb_per_s"))
-    if num_machines > 1:
-        _expect_there(f"{key}.network.gb_per_s", tables["network"].value.get("gb_per_s"))
+    for name, entries in _ENTRIES.items():
+        is_there = name != "drives" or value.get("drives") is not None
+        of_several = (name == "links" and gpus > 1) or (name == "network" and num_machines > 1)
+        for entry, is_needed in entries.items():
+            if ((is_needed and is_there) or of_several) and tables[name].value.get(entry) is None:
+                allowed = "a positive number: it is needed for a forecast"
+                raise ConfigError(f"{key}.{name}.{entry}", None, allowed)
     starts_us, unit_us = top.number("collective_us"), top.number("unit_us")
     rates = _rates(tables, starts_us=starts_us, unit_us=unit_us)
     return Cluster(
@@ -243,11 +240,6 @@ def _whole(reader: Reader, key: str, name: str) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise ConfigError(f"{key}.{name}", found, f"a whole number from 1 to {MAX_RANKS:,}")
     return found
-
-
-def _expect_there(key: str, value: object) -> None:
-    if value is None:
-        raise ConfigError(key, None, "a positive number: it is needed for a forecast")
 
 
 # --- the lanes ---

@@ -11,21 +11,20 @@ from math import inf
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.device import Device
-from offloadzero.planning.fastest_placement import fastest_placement
+from offloadzero.planning.fastest_placement import StepTimer, fastest_placement
 from offloadzero.planning.fit import budgets_text, least_budgets
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.kept_rates import describe, kept_hardware
+from offloadzero.planning.hardware import Hardware, describe, kept_hardware
+from offloadzero.planning.machine import available_host_bytes
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
+    Needs,
     advice,
     format_bytes,
     keeps_gradients,
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement
-from offloadzero.planning.placement_time import StepTimer
-from offloadzero.planning.probe import available_host_bytes
-from offloadzero.planning.traffic import Uses
+from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.group import Group
 from offloadzero.segments import TierName
 from offloadzero.update.records import Record
@@ -114,34 +113,19 @@ def plan_records(
     for record in records:
         # With one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
         record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
+    needs: Needs = {"together": together, "form": form, "num_checkpointed": num_checkpointed}
     placement, choice, timer = None, tuple[str, ...](), None
     if config.placement.auto and hardware is not None and uses is not None and goes_by_time(config):
         num_tokens = config.placement_tokens or 0
         timer = StepTimer(records, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
-        found = fastest_placement(
-            records,
-            config,
-            available,
-            seconds_of=partial(_seconds_where_there_is_room, timer, available),
-            together=together,
-            form=form,
-            num_checkpointed=num_checkpointed,
-        )
+        seconds_of = partial(_seconds_where_there_is_room, timer, available)
+        found = fastest_placement(records, config, available, seconds_of=seconds_of, **needs)
         placement, choice = found.placement, tuple(found.lines(num_tokens))
     elif config.placement.auto:
-        placement = choose_placement(
-            records, config, available, together=together, form=form, num_checkpointed=num_checkpointed
-        )
+        placement = choose_placement(records, config, available, **needs)
         if config.is_of_several and config.placement_tokens is not None:
             choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
-    plan = plan_memory(
-        records,
-        config,
-        together=together,
-        placement=placement,
-        form=form,
-        num_checkpointed=num_checkpointed,
-    )
+    plan = plan_memory(records, config, placement=placement, **needs)
     if timer is not None and not choice and timer.unknown(plan):
         lanes = ", ".join(timer.unknown(plan))
         choice = (f"{GOES_BY_BYTES}no rate of {lanes} is known of this machine.",)

@@ -21,21 +21,70 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import inf
+from typing import TYPE_CHECKING
 
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
+from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.homes import Placement
-from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, plan_memory
+from offloadzero.planning.memory_plan import MemoryPlan, Needs, keeps_gradients, plan_memory
+from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
+from offloadzero.planning.step.forecast import Step, plan_step
+from offloadzero.planning.step.work import Uses, used_elements
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
-from offloadzero.update.spec import UpdateForm
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 NUM_SHOWN = 3  # placements that are slower
 WORTH = 0.05  # the share by which another order must be faster: [Note: found by time]
 DEVICE_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _NAMES = {SegmentKind.PARAM: "parameters", SegmentKind.GRAD: "gradients", SegmentKind.STATES: "states"}
+
+
+class StepTimer:
+    """Simulates a step with one plan or another of the same records, before the model has been called.
+
+    Operations follow from the sizes: 2 for each parameter and token in the forward, 4 in backward, and 2 more where a
+    forward is run again. Attention is left out, and so are the inputs of checkpointed units, which are the same for
+    each plan. Of experts all are counted, though a token reaches a few.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        config: OffloadConfig,
+        *,
+        uses: Uses,
+        hardware: Hardware,
+        num_tokens: int,
+    ) -> None:
+        """Prepare for micro batches of `num_tokens`."""
+        self._records, self._config, self._uses, self._hardware = records, config, uses, hardware
+        forward_flops = 2 * num_tokens * used_elements(records, uses)
+        recomputed = forward_flops if config.activation_checkpoints is not None else 0
+        self._trace = MicroBatchTrace(
+            num_tokens=num_tokens,
+            forward_flops=forward_flops,
+            backward_flops=2 * forward_flops + recomputed,
+            kept_bytes=0,
+            peak_bytes=0,
+        )
+
+    def seconds(self, plan: MemoryPlan) -> float:
+        """Return the seconds of a step with a plan; inf: a rate is not known."""
+        found = self._hardware.simulated(self._step(plan))
+        return inf if found is None else found.seconds
+
+    def unknown(self, plan: MemoryPlan) -> tuple[str, ...]:
+        """Return the lanes of a step with a plan whose rates are not known."""
+        return self._hardware.forecast(self._step(plan)).unknown
+
+    def _step(self, plan: MemoryPlan) -> Step:
+        return plan_step(self._records, plan, self._config, uses=self._uses, trace=self._trace)
 
 
 @dataclass(frozen=True)
@@ -99,9 +148,7 @@ def fastest_placement(
     available: Mapping[TierName, int],
     *,
     seconds_of: Callable[[MemoryPlan], float],
-    together: Sequence[Collection[int]] = (),
-    form: UpdateForm = UpdateForm.NATIVE,
-    num_checkpointed: int = 0,
+    **needs: Unpack[Needs],
 ) -> FoundPlacement:
     """Choose the home of every segment by the simulated step: [Note: found by time].
 
@@ -109,7 +156,7 @@ def fastest_placement(
 
     Args:
         seconds_of: forecasts a step with a plan.
-        available, together, form, num_checkpointed: those of `choose_placement`.
+        available, needs: those of `choose_placement`.
     """
     placements: dict[Filling, Placement] = {}
     found: dict[Filling, Tried] = {}
@@ -117,15 +164,7 @@ def fastest_placement(
 
     def tried(filling: Filling) -> Tried:
         if filling not in found:
-            placement = choose_placement(
-                records,
-                config,
-                available,
-                together=together,
-                form=form,
-                num_checkpointed=num_checkpointed,
-                filling=filling,
-            )
+            placement = choose_placement(records, config, available, filling=filling, **needs)
             placements[filling] = placement
             homes = frozenset(placement.items())
             if homes not in known:
@@ -135,14 +174,7 @@ def fastest_placement(
 
     def planned_seconds(placement: Placement) -> float:
         try:
-            plan = plan_memory(
-                records,
-                config,
-                together=together,
-                placement=placement,
-                form=form,
-                num_checkpointed=num_checkpointed,
-            )
+            plan = plan_memory(records, config, placement=placement, **needs)
         except BudgetError:
             return inf
         return seconds_of(plan)

@@ -1,6 +1,15 @@
-"""The description of the machine of a measurement: CPU, memory, kernel, versions, filesystem, block device.
+"""This machine: its memory, cores and limits, and the description that stands beside a measurement.
 
-Everything is read from /proc and /sys; a value that is not readable is None.
+A description is read from /proc and /sys; a value that is not readable is None.
+
+[Note: memory that can be taken]
+MemAvailable is the kernel's estimate of the bytes that can be taken without swapping. A control group (a container, a
+systemd unit) may allow less, and a process beyond that is killed, or beyond memory.high held up until it hardly moves,
+so the smallest of all counts. A group's file cache is a part of its usage that the kernel gives back when memory is
+short, so it counts as free. Each group above limits as well. So does RLIMIT_AS (`ulimit -v`), all that is mapped.
+
+All of this is less what this process holds itself. A plan is of a process that has not begun: to it what this one holds
+is free, but for the pages of files (torch's libraries), which count as free already.
 """
 
 from __future__ import annotations
@@ -9,11 +18,14 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+from offloadzero.limits import SPARED_CORES
 
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _QUEUE_KEYS = (
     "rotational",
     "scheduler",
@@ -23,6 +35,156 @@ _QUEUE_KEYS = (
     "physical_block_size",
     "write_cache",
 )
+
+
+_UNLIMITED = 1 << 60  # version 1 of the interface has no word for it: the largest multiple of a page
+_ROOT = Path("/")
+# The files of limits, that of the usage, and the prefix of names in memory.stat where children count.
+_FILES = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+    2: (("memory.max", "memory.high"), "memory.current", ""),
+}
+
+
+def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
+    """The CPUs for updates beside a device with streams: all but the first ones, as many as SPARED_CORES says.
+
+    A device waits whenever the launching thread does; updates on all cores would push that thread aside for
+    milliseconds. Of few cores none can be spared: the result is then empty, which means any.
+    """
+    spared = max((spared for cores, spared in SPARED_CORES.items() if len(usable) >= cores), default=0)
+    return tuple(usable[spared:]) if spared else ()
+
+
+def available_host_bytes(*, root: Path = _ROOT) -> int:
+    """The memory that can be taken now: [Note: memory that can be taken]. `root` is where /proc and /sys are."""
+    limits = (cgroup_free_bytes(root=root), _free_addresses(root))
+    return min([_mem_available(root), *(limit for limit in limits if limit is not None)])
+
+
+def host_bytes_before(*, root: Path = _ROOT) -> int:
+    """The memory that a process finds which begins when this one has ended: [Note: memory that can be taken]."""
+    return available_host_bytes(root=root) + _held_bytes(root)
+
+
+def _held_bytes(root: Path) -> int:
+    """The memory of this process that is no file's."""
+    lines = (root / "proc/self/status").read_text().splitlines()
+    sizes = (line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return sum(int(size) * 1024 for _, size, _ in sizes)
+
+
+def _free_addresses(root: Path) -> int | None:
+    """The bytes that this process may still map (RLIMIT_AS); None: no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    lines = (root / "proc/self/status").read_text().splitlines()
+    mapped = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
+    return max(0, limit - mapped)
+
+
+def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
+    """The bytes that the control groups of this process leave it; None where none of them has a limit."""
+    return min(_free_by_group(root), default=None)
+
+
+def usable_cores(*, root: Path = _ROOT) -> float:
+    """The cores that this process may use, or the number that the time of its control groups is worth."""
+    num_cores, of_groups = float(len(os.sched_getaffinity(0))), cgroup_cores(root=root)
+    return num_cores if of_groups is None else min(num_cores, of_groups)
+
+
+def cgroup_cores(*, root: Path = _ROOT) -> float | None:
+    """The cores that the time of this process's control groups is worth; None where none of them limits it."""
+    return min(_quotas(root), default=None)
+
+
+def free_disk_bytes(directory: Path) -> int:
+    """The free space of the filesystem that a directory is on, or would be made on. Raises OSError."""
+    space = os.statvfs(nearest_directory(directory))
+    return space.f_bavail * space.f_frsize
+
+
+def nearest_directory(directory: Path) -> Path:
+    """Return the path itself, or the existing directory in which it would be made."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing
+
+
+def memlock_bytes() -> int | None:
+    """The bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _mem_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/meminfo has no MemAvailable")
+
+
+def _free_by_group(root: Path) -> Iterator[int]:
+    """Yield for each group that limits memory its limit less the usage that cannot be given back."""
+    for group, version in _groups(root, "memory"):
+        limit_files, usage_file, of_children = _FILES[version]
+        limits = [number_in(group / file) for file in limit_files]
+        limit = min((one for one in limits if one is not None), default=_UNLIMITED)
+        usage = number_in(group / usage_file)
+        if usage is None or limit >= _UNLIMITED:
+            continue
+        cached = sum(_stat(group, f"{of_children}{name}") for name in ("active_file", "inactive_file"))
+        yield max(0, limit - max(0, usage - cached))
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Return the directories of this process's group and of those above it, and the version of their interface.
+
+    In a namespace of its own the path may not be visible from here: then only mounted groups count.
+    """
+    for line in (text_in(root / "proc/self/cgroup") or "").splitlines():  # the kernel may have none
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / (f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup")
+        version = 1 if controllers else 2
+        group = Path(path.lstrip("/"))
+        for part in dict.fromkeys((group, *group.parents)):
+            yield top / part, version
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield for each group that limits the processor its time in a period over the period."""
+    for group, version in _groups(root, "cpu"):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        words = " ".join(text_in(group / file) or "" for file in files).split()  # the topmost group has none
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
+            yield int(words[0]) / int(words[1])
+
+
+def number_in(path: Path) -> int | None:
+    """Return the number in a file; None for another text, "max" say, and for a missing file."""
+    text = text_in(path)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def text_in(path: Path) -> str | None:
+    """Return the text of a small file; None where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _stat(group: Path, name: str) -> int:
+    lines = (text_in(group / "memory.stat") or "").splitlines()
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+
+
+# --- the description beside a measurement ---
 
 
 def describe_machine() -> dict[str, Any]:
@@ -72,7 +234,7 @@ def _mount_of(path: str, device: int) -> dict[str, Any]:
     real = os.path.realpath(path)
     number = f"{os.major(device)}:{os.minor(device)}"
     found: tuple[bool, int, dict[str, Any]] = (False, -1, {"filesystem": None, "source": None})
-    for line in (_text("/proc/self/mountinfo") or "").splitlines():
+    for line in (text_in(Path("/proc/self/mountinfo")) or "").splitlines():
         before, _, after = line.partition(" - ")
         fields, (filesystem, source, options) = before.split(), after.split(" ", 2)
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
@@ -101,26 +263,19 @@ def _describe_device(number: str) -> dict[str, Any] | None:
     disk = link.resolve()
     if (disk / "partition").exists():
         disk = disk.parent
-    sectors = _text(str(disk / "size"))
+    sectors = text_in(disk / "size")
     return {
         "name": disk.name,
-        "model": _text(str(disk / "device/model")),
-        "firmware": _text(str(disk / "device/firmware_rev")),
+        "model": text_in(disk / "device/model"),
+        "firmware": text_in(disk / "device/firmware_rev"),
         "num_bytes": int(sectors) * 512 if sectors else None,
-        "link_speed": _text(str(disk / "device/device/current_link_speed")),
-        "link_width": _text(str(disk / "device/device/current_link_width")),
+        "link_speed": text_in(disk / "device/device/current_link_speed"),
+        "link_width": text_in(disk / "device/device/current_link_width"),
         "members": sorted(os.listdir(disk / "slaves")) if (disk / "slaves").is_dir() else [],
-        "queue": {key: _text(str(disk / "queue" / key)) for key in _QUEUE_KEYS},
+        "queue": {key: text_in(disk / "queue" / key) for key in _QUEUE_KEYS},
     }
 
 
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
 def _field(path: str, pattern: str) -> str | None:
-    match = re.search(pattern, _text(path) or "")
+    match = re.search(pattern, text_in(Path(path)) or "")
     return match[1].strip() if match else None

@@ -5,20 +5,26 @@ Without clipping a gradient passes through a host buffer on its way to its updat
 updates are slower. More than two buffers would end backward earlier, but no step: updates run one after the other in
 the order of backward, and the next forward begins with the unit that is updated last. One gradient lands while another
 is read by its update: that takes two.
+
+[Note: moves that cannot be enough]
+Each move frees bytes of its own, and the buffers that it makes necessary only grow with further moves. So the size
+after more moves is at least the one that is known, less what they free: as long as that is too much they need not be
+planned. A plan takes time in proportion to the units of a model, and one for each unit would take its square.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import TypedDict
+from itertools import accumulate, pairwise
+from typing import Any, TypedDict
 
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.planning.buffer_sizes import (
+from offloadzero.planning.buffers import (
     grad_home_bytes,
     largest_of,
     norms_scratch_bytes,
@@ -26,8 +32,8 @@ from offloadzero.planning.buffer_sizes import (
     update_scratch_bytes,
     update_slot_bytes,
 )
-from offloadzero.planning.first_enough import first_enough
 from offloadzero.planning.homes import Placement, place
+from offloadzero.planning.inputs import INPUT_BYTES_KEY, InputPlan, input_plan
 from offloadzero.ranks.shard import divides_params, kept_elements
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
@@ -43,11 +49,7 @@ NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
 NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
-NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
 _HOME = "home: "  # the lines of what has a home, by kind
-INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
-# Calls whose inputs are fetched ahead, by their tier.
-INPUTS_AHEAD = {TierName.DEVICE: 1, TierName.HOST: 1, TierName.NVME: 2}
 
 
 @dataclass(frozen=True)
@@ -57,22 +59,6 @@ class PlanLine:
     tier: TierName
     what: str
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class InputPlan:
-    """The bytes for the inputs of checkpointed units until backward, by tier; `input_bytes` are those of one call."""
-
-    tier: TierName
-    input_bytes: int
-    kept_bytes: int  # those of one call that this rank keeps; fewer where ranks divide inputs
-    device: int  # the memory for inputs that come back
-    host: int
-    nvme: int
-
-    def tier_bytes(self, tier: TierName) -> int:
-        """The bytes of inputs in `tier`."""
-        return {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.NVME: self.nvme}[tier]
 
 
 @dataclass(frozen=True)
@@ -233,6 +219,14 @@ class _Sheet:
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
 
+class Needs(TypedDict, total=False):
+    """What a plan needs to know beside records and configuration: arguments of `plan_memory`."""
+
+    together: Sequence[Collection[int]]
+    form: UpdateForm
+    num_checkpointed: int
+
+
 def plan_memory(
     records: Sequence[Record],
     config: OffloadConfig,
@@ -253,24 +247,24 @@ def plan_memory(
     Raises:
         BudgetError: with the table, when a budget is too small.
     """
-    homes = place(records, config) if placement is None else placement
-    plan = _plan(records, config, homes, together, form, num_checkpointed)
+
+    def plan_of(homes: Placement) -> MemoryPlan:
+        return _plan(records, config, homes, together, form, num_checkpointed)
+
+    plan = plan_of(place(records, config) if placement is None else placement)
     host_budget = config.budgets.host
     may_move = placement is None and bool(config.nvme_paths)
     if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
-        plan = _move_grads_to_nvme(records, config, plan, host_budget, together, form, num_checkpointed)
+        plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
     _check_budgets(plan, config)
     return plan
 
 
 def _move_grads_to_nvme(
     records: Sequence[Record],
-    config: OffloadConfig,
     plan: MemoryPlan,
     host_budget: int,
-    together: Sequence[Collection[int]],
-    form: UpdateForm,
-    num_checkpointed: int,
+    plan_of: Callable[[Placement], MemoryPlan],
 ) -> MemoryPlan:
     """Move gradients that are kept until the step to NVMe if need be: those needed last go first.
 
@@ -288,8 +282,7 @@ def _move_grads_to_nvme(
     def host_bytes_after(number: int) -> int:
         if number not in plans:
             away = {(record.index, SegmentKind.GRAD): TierName.NVME for record in moved[:number]}
-            placement = {**plan.placement, **away}
-            plans[number] = _plan(records, config, placement, together, form, num_checkpointed)
+            plans[number] = plan_of({**plan.placement, **away})
         return plans[number].tier_bytes(TierName.HOST)
 
     freed = accumulate((staggered(grad_home_bytes(record)) for record in moved), initial=0)
@@ -306,7 +299,7 @@ def _plan(
 ) -> MemoryPlan:
     sheet = _Sheet()
     _add_homes(sheet, records, placement, keeps_gradients(config))
-    inputs = _input_plan(config, num_checkpointed)
+    inputs = input_plan(config, num_checkpointed)
     on_device = _add_device_buffers(
         sheet,
         records,
@@ -329,32 +322,6 @@ def _plan(
         **on_device,
         **on_host,
     )
-
-
-class _DeviceBuffers(TypedDict):
-    """The parts of a `MemoryPlan` that say what the device has beside homes."""
-
-    unit_lease_bytes: int
-    device_grad_bytes: int
-    own_grad_bytes: dict[int, int]
-    update_scratch_bytes: int
-    norm_scratch_bytes: int
-    weight_code_bytes: int
-    gradient_code_bytes: int
-    gradient_piece_bytes: int
-    near_copies: dict[int, tuple[TierName, int]]  # some are on the host
-
-
-class _HostBuffers(TypedDict):
-    """Those for the host."""
-
-    host_grad_bytes: int
-    num_host_grads: int
-    grad_staging_bytes: int
-    num_grad_staging: int
-    param_staging_bytes: int
-    slot_bytes: int
-    num_slots: int
 
 
 def _streamed(records: Sequence[Record], placement: Placement) -> list[Record]:
@@ -381,8 +348,8 @@ def _add_device_buffers(
     form: UpdateForm,
     fetched_inputs: int,
     recomputes: bool,
-) -> _DeviceBuffers:
-    """Size the buffers of the device; unit leases come last, and take what is left."""
+) -> dict[str, Any]:
+    """Size the buffers of the device, fields of a `MemoryPlan`; unit leases come last, and take what is left."""
     leaving = _leaving(records, placement)
     grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
     # A resident record may have parameters at both ends of the model: it would keep a lease for all of backward.
@@ -427,8 +394,8 @@ def _add_device_buffers(
 
 def _add_host_buffers(
     sheet: _Sheet, records: Sequence[Record], config: OffloadConfig, placement: Placement
-) -> _HostBuffers:
-    """Size the buffers of the host, those for activation checkpoints apart."""
+) -> dict[str, Any]:
+    """Size the buffers of the host, fields of a `MemoryPlan`, those for activation checkpoints apart."""
     leaving, grads_have_homes = _leaving(records, placement), keeps_gradients(config)
     from_files = [r for r in _streamed(records, placement) if placement[r.index, SegmentKind.PARAM].is_file]
     param_staging_bytes = largest_of(r.kept_param_bytes for r in from_files)
@@ -482,23 +449,6 @@ def _near_copies(
     return found
 
 
-def _input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | None:
-    checkpointing = config.activation_checkpoints
-    if checkpointing is None or checkpointing.input_bytes is None or not num_checkpointed:
-        return None
-    tier, each = checkpointing.tier, align_up(checkpointing.input_bytes)
-    kept = align_up(-(-each // config.num_input_parts))
-    is_on_host = tier.is_host_memory
-    return InputPlan(
-        tier=tier,
-        input_bytes=each,
-        kept_bytes=kept,
-        device=(1 + INPUTS_AHEAD[tier]) * each,
-        host=num_checkpointed * kept if is_on_host else 2 * NUM_INPUT_STAGING * kept,
-        nvme=0 if is_on_host else num_checkpointed * kept,
-    )
-
-
 def _add_homes(
     sheet: _Sheet, records: Sequence[Record], placement: Placement, grads_have_homes: bool
 ) -> None:
@@ -522,12 +472,8 @@ def _add_homes(
 
 
 def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
-    budgets = {
-        TierName.DEVICE: config.budgets.device,
-        TierName.HOST: config.budgets.host,
-        TierName.NVME: config.budgets.nvme,
-    }
-    for tier, budget in budgets.items():
+    for tier in TierName:
+        budget: int | None = getattr(config.budgets, tier.value)
         needed = plan.tier_bytes(tier)
         if budget is not None and needed > budget:
             raise BudgetError(
@@ -580,3 +526,41 @@ def _advice(
         yield "smaller units (offloadzero.units.patterns)"
     if not of_machine:
         yield "a larger budget"
+
+
+def first_enough(size_after: Callable[[int], int], freed: Sequence[int], enough: int) -> int:
+    """Return the first number of moves with a size of at most `enough`, else the first with the smallest size.
+
+    Args:
+        size_after: bytes after so many moves, 0 to `len(freed) - 1`.
+        freed: bytes that so many moves free together, before what they make necessary: `freed[0]` is 0.
+        enough: bytes.
+    """
+    sizes: dict[int, int] = {}  # by number of moves
+    number = 0
+    while number < len(freed):
+        sizes[number] = size_after(number)
+        if sizes[number] <= enough:
+            return number
+        number = bisect_left(freed, freed[number] + sizes[number] - enough)
+    return _first_smallest(size_after, freed, sizes)
+
+
+def _first_smallest(size_after: Callable[[int], int], freed: Sequence[int], sizes: dict[int, int]) -> int:
+    """Halve the ranges between known sizes, as long as one in between may be smaller, or as small and earlier."""
+    last = len(freed) - 1
+    if last not in sizes:
+        sizes[last] = size_after(last)
+    best = min(sizes, key=lambda number: (sizes[number], number))
+    ends = sorted(sizes)
+    ranges = list(pairwise(ends))
+    while ranges:
+        start, stop = ranges.pop()
+        least = sizes[start] + freed[start] - freed[stop - 1]
+        if stop - start < 2 or (least, start + 1) > (sizes[best], best):
+            continue
+        middle = (start + stop) // 2
+        sizes[middle] = size_after(middle)
+        best = min(best, middle, key=lambda number: (sizes[number], number))
+        ranges += [(start, middle), (middle, stop)]
+    return best

@@ -31,16 +31,19 @@ placement may fit than the one that is found; one that fits is found whenever th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.planning.homes import Placement
-from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
+from offloadzero.planning.memory_plan import Needs, keeps_gradients, plan_memory
 from offloadzero.ranks.shard import keeps_params_on_device
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
-from offloadzero.update.spec import UpdateForm
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 # States get 1/2 of the free bytes of a device without a budget: the need of activations is not known before the first
 # step, and too little for them ends the run, while too little for states costs time. A budget replaces this guess.
@@ -82,10 +85,8 @@ def choose_placement(
     config: OffloadConfig,
     available: Mapping[TierName, int],
     *,
-    together: Sequence[Collection[int]] = (),
-    form: UpdateForm = UpdateForm.NATIVE,
-    num_checkpointed: int = 0,
     filling: Filling = BY_BYTES,
+    **needs: Unpack[Needs],
 ) -> Placement:
     """Choose the home of every segment: [Note: which segments earn a fast tier].
 
@@ -94,10 +95,8 @@ def choose_placement(
     Args:
         available: bytes that can be taken now of the host, and of the device unless its memory is the host's. They
             stand in for the budgets that `config` does not have.
-        form: the form of the updates on the device.
-        num_checkpointed: units whose inputs wait for backward.
-        together: record indices that must be on the device at once, in the order of their use.
         filling: the order of the moves.
+        needs: `together`, `form` and `num_checkpointed`, as `plan_memory` takes them.
     """
     limits = _limits(config, available)
     moves = _Moves(records, config, filling)
@@ -110,15 +109,7 @@ def choose_placement(
 
     def num_bytes(tier: TierName, num_on_device: int, num_in_host: int) -> int:
         placement = moves.placement(num_on_device, num_in_host)
-        plan = plan_memory(
-            records,
-            unbounded,
-            together=together,
-            placement=placement,
-            form=form,
-            num_checkpointed=num_checkpointed,
-        )
-        return plan.tier_bytes(tier)
+        return plan_memory(records, unbounded, placement=placement, **needs).tier_bytes(tier)
 
     if num_bytes(TierName.DEVICE, len(records), 0) <= limits.device_alone:
         return moves.placement(len(records), 0)

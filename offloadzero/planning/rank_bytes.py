@@ -11,6 +11,12 @@ Three things differ. Stage 1 keeps a shard of the gradients, as stage 2 does. At
 stays whole on each device. And there is padding: each parameter begins at a multiple of 64 bytes, or of a block of the
 compact layout, and the shards of a unit are whole blocks of a file, up to 2,048 elements more for each rank (4,096 in
 the compact layout, whose scales are whole blocks, too). Those of the small rest are only in their files.
+
+[Note: efficiency by bandwidth]
+ZeRO-Infinity (arXiv 2104.07857) asks how fast memory must be that is not the device's. Its arithmetic intensity is the
+operations of a step for each byte that moves to or from that memory. While bytes move, nothing is computed, so
+the efficiency is the share of the time in which the device computes. It is 1/2 where moving takes as long as computing,
+which a schedule that overlaps both can hide completely.
 """
 
 from __future__ import annotations
@@ -20,11 +26,37 @@ from dataclasses import dataclass
 
 import torch
 
+from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
+
+STAGES = (0, 1, 2, 3)
+PARAM_BYTES = 2
+GRAD_BYTES = 2
+STATE_BYTES = 12  # fp32 master weight, two fp32 moments
+
+
+def state_bytes(num_trained: float, *, stage: int, num_ranks: int, num_frozen: float = 0) -> float:
+    """Return the bytes of parameters, gradients and optimizer states that one rank holds by ZeRO's formulas.
+
+    `num_trained` parameters have all three, `num_frozen` ones are parameters alone. Raises ConfigError for a stage that
+    does not exist.
+    """
+    if stage not in STAGES:
+        raise ConfigError("zero_optimization.stage", stage, "0, 1, 2 or 3")
+    divided = {0: 0, 1: STATE_BYTES, 2: STATE_BYTES + GRAD_BYTES, 3: STATE_BYTES + GRAD_BYTES + PARAM_BYTES}
+    whole = PARAM_BYTES + GRAD_BYTES + STATE_BYTES - divided[stage]
+    of_frozen = PARAM_BYTES * num_frozen / (num_ranks if stage == 3 else 1)
+    return num_trained * (whole + divided[stage] / num_ranks) + of_frozen
+
+
+def efficiency_unoverlapped(flops_per_byte: float, *, bytes_per_s: float, flops_per_s: float) -> float:
+    """Return the share of the time in which a device of `flops_per_s` computes if nothing overlaps."""
+    fed = flops_per_byte * bytes_per_s
+    return fed / (fed + flops_per_s)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.segments import TierName
 from offloadzero.streaming.activation_memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
 from offloadzero.streaming.input_parts import InputPart, InputParts

@@ -28,7 +28,8 @@ from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, align_up, alloca
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.slots import Slots
-from offloadzero.planning.memory_plan import INPUT_BYTES_KEY, format_bytes
+from offloadzero.planning.inputs import INPUT_BYTES_KEY
+from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.segments import TierName
 from offloadzero.torch_private import storage_use_count, with_own_storage
 

@@ -36,7 +36,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.inputs import MIN_BYTES, input_key, may_leave
-from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.machine import available_host_bytes
 from offloadzero.segments import TierName
 from offloadzero.streaming.activation_homes import (
     EndedCell,

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offloadzero.cli.plan_model import ModelSource
-from offloadzero.planning.activation_trace import MicroBatchTrace
-from offloadzero.planning.repeated_trace import trace_blocks
-from offloadzero.planning.shapes import ModelShape
+from offloadzero.cli.plan.model import ModelSource
+from offloadzero.planning.model.shapes import ModelShape
+from offloadzero.planning.model.trace import MicroBatchTrace, trace_blocks
 
 
 @functools.cache
@@ -33,4 +32,4 @@ def _trace_once(
 @pytest.fixture(autouse=True)
 def shapes_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace is the same for the same shape."""
-    monkeypatch.setattr("offloadzero.cli.plan_answer.trace_blocks", _trace_once)
+    monkeypatch.setattr("offloadzero.cli.plan.answer.trace_blocks", _trace_once)

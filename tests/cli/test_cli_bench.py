@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -22,28 +20,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offloadzero.cli import bench_copy, bench_nvme, fio, nvme_traffic, scratch
-from offloadzero.cli.main import main
-from offloadzero.cli.nvme_report import config_block
-from offloadzero.cli.nvme_sweep import (
+from offloadzero.cli.bench import nvme, scratch, traffic
+from offloadzero.cli.bench.points import (
     MIB,
     Point,
-    StepChunk,
     SweepLimits,
-    Traffic,
-    best,
     chunk_elements,
+    chunk_segments,
     coarse_points,
     max_in_flight_bytes,
     neighbours,
     next_refinement,
-    params_in,
-    plan_schedule,
+    phase_ends,
+    ranked,
     recommend,
     reference_point,
     step_seconds,
 )
-from offloadzero.cli.units import read_seconds, size_text
+from offloadzero.cli.bench.results import config_block
+from offloadzero.cli.main import main
+from offloadzero.cli.output import read_seconds, size_text
 from offloadzero.config import load_config
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioEngine
@@ -93,26 +89,13 @@ def test_two_paths_alone_and_together(
     paths = [shm_path / "a", shm_path / "b"]
     for path in paths:
         path.mkdir()
-    file, image = tmp_path / "result.json", tmp_path / "plot.png"
+    file = tmp_path / "result.json"
     arguments = [*map(str, paths), "--size", "16MiB", "--time", "6s", "--json", str(file)]
-    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    if has_matplotlib:
-        arguments += ["--plot", str(image)]
     assert main(["bench", "nvme", *arguments]) == 0
     rows = json.loads(file.read_text())["results"]["striping"]
     assert {tuple(row["paths"]) for row in rows} == {(0,), (1,), (0, 1)}
     assert "all together" in capsys.readouterr().out
-    if has_matplotlib:
-        assert image.read_bytes().startswith(b"\x89PNG\r\n")
     assert leftovers(paths[0]) == leftovers(paths[1]) == []
-
-
-def test_no_plot_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    assert main(["bench", "nvme", str(tmp_path), "--plot", str(tmp_path / "x.png")]) == 2
-    assert "offloadzero[plot]" in capsys.readouterr().err
 
 
 # --- Every exit removes the files ---
@@ -198,7 +181,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(
                 self.inject("errno", 1, errno.ENOSPC)
             return super().write(*args, **options)
 
-    monkeypatch.setattr(nvme_traffic, "AioEngine", FullDisk)
+    monkeypatch.setattr(traffic, "AioEngine", FullDisk)
     assert main(["bench", "nvme", str(tmp_path), "--size", "16MiB", "--time", "4s"]) == 1
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith(("offloadzero: pwrite ", "offloadzero: pread "))
@@ -225,7 +208,7 @@ def test_an_exception_and_the_interpreters_exit_remove_files(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert leftovers(tmp_path) == []
-    code = f"from offloadzero.cli.scratch import ScratchFile; ScratchFile({str(tmp_path)!r})"
+    code = f"from offloadzero.cli.bench.scratch import ScratchFile; ScratchFile({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
     assert leftovers(tmp_path) == []
 
@@ -247,18 +230,12 @@ def test_an_exception_and_the_interpreters_exit_remove_files(tmp_path: Path) -> 
         (["HERE", "--time", "0.5s"], "at least 1 s"),
         (["HERE", "--write-limit", "1MiB"], "--write-limit"),
         (["HERE", "--json", "HERE/none/x.json"], "not a file that can be written"),
-        (["HERE", "--plot", "HERE/x.pdf"], ".png"),
-        (["HERE", "--compare", "HERE/a", "HERE/b"], "leave PATH out"),
-        (["--compare", "HERE/file", "HERE/file"], "not JSON"),
-        (["--compare", "HERE/list.json", "HERE/list.json"], "not a result of this command"),
-        (["--compare", "HERE/missing", "HERE/missing"], "cannot be read"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     (tmp_path / "file").write_text("not json")
-    (tmp_path / "list.json").write_text("[]")
     before = sorted(os.listdir(tmp_path))
     assert main(["bench", "nvme", *(part.replace("HERE", str(tmp_path)) for part in arguments)]) == 2
     out, err = capsys.readouterr()
@@ -332,49 +309,6 @@ def test_the_write_limit_holds(tmp_path: Path, shm_path: Path) -> None:
     assert any("--write-limit" in note for note in result["notes"])
 
 
-# --- fio, comparison ---
-
-
-def test_fio_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["bench", "nvme", str(tmp_path), "--verify-with-fio"]) == 2
-    assert "fio is not installed" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_fio_measures_the_same_points(tmp_path: Path) -> None:
-    place = tmp_path / "with:colon"
-    place.mkdir()
-    file = tmp_path / "result.json"
-    arguments = ["--size", "32MiB", "--time", "12s", "--verify-with-fio", "--json", str(file)]
-    assert main(["bench", "nvme", str(place), *arguments]) == 0
-    result = json.loads(file.read_text())
-    samples = [sample for sample in result["samples"] if sample["phase"] == "verify"]
-    by_tool = {tool: [s["point"] for s in samples if s["tool"] == tool] for tool in ("offloadzero", "fio")}
-    assert by_tool["fio"]
-    assert by_tool["fio"] == by_tool["offloadzero"]
-    assert all(row["ratio"] > 0 for row in result["results"]["fio"])
-    assert result["bytes_written"] <= result["arguments"]["write_limit_bytes"]
-    assert os.listdir(place) == []
-
-
-def test_fio_output_that_makes_no_sense() -> None:
-    for text in ("", "fio: failed", '{"jobs": []}', '{"jobs": [{"read": {}}]}'):
-        with pytest.raises(fio.FioError, match="not understood"):
-            fio.parse_fio(text, reference_point("io_uring"), Traffic.READ, paths=(0,), started_s=0.0)
-
-
-def test_fio_goes_on_where_the_last_sample_ended(tmp_path: Path) -> None:
-    with scratch.scratch_files([str(tmp_path)] * 2) as files:
-        for file in files:
-            file.num_bytes, file.cursor = 64 * MIB, 20 * MIB
-        assert fio.next_window(files, 32 * MIB, alignment=8 * MIB) == (16 * MIB, 16 * MIB)
-        assert fio.next_window(files, 120 * MIB, alignment=8 * MIB) == (0, 64 * MIB)
-        assert fio.next_window(files, 1 << 40, alignment=MIB) == (0, 64 * MIB)
-
-
 # --- Decisions ---
 
 limits = st.builds(
@@ -406,7 +340,7 @@ def test_refinement_ends_on_a_summit(allowed: SweepLimits, random: Any) -> None:
         assert allowed.allows(point)
         assert point not in scores
         scores[point] = random.random()
-    summit = best(scores)
+    summit = ranked(scores)[0]
     assert scores[summit] == max(scores.values())
     assert all(scores[point] <= scores[summit] for point in neighbours(summit, allowed))
 
@@ -423,7 +357,7 @@ def test_refinement_finds_the_top_of_a_hill() -> None:
     scores = {point: height(point) for point in coarse_points(allowed)}
     while (point := next_refinement(scores, allowed)) is not None:
         scores[point] = height(point)
-    assert best(scores) == top
+    assert ranked(scores)[0] == top
 
 
 points = st.builds(
@@ -438,42 +372,40 @@ points = st.builds(
 @given(st.dictionaries(points, st.floats(0.1, 10.0), min_size=1))
 def test_the_recommendation_is_nearly_the_best_and_no_dearer(medians: dict[Point, float]) -> None:
     chosen = recommend(medians, BACKENDS)
-    top = best(medians)
+    top = ranked(medians)[0]
     assert medians[chosen] >= 0.97 * medians[top] * (1 - 1e-12)
     assert chosen.num_threads <= top.num_threads
 
 
-@given(st.floats(1.0, 3600.0), st.integers(1, 8), st.booleans())
-def test_the_schedule_fills_the_time(time_s: float, num_paths: int, with_fio: bool) -> None:
-    schedule = plan_schedule(time_s, num_paths=num_paths, with_fio=with_fio)
-    ends = list(vars(schedule).values())
+@given(st.floats(1.0, 3600.0), st.integers(1, 8))
+def test_the_phases_fill_the_time(time_s: float, num_paths: int) -> None:
+    ends = list(phase_ends(time_s, num_paths=num_paths).values())
     assert ends == sorted(ends)
     assert ends[-1] == pytest.approx(time_s)
-    assert (schedule.fio_s > schedule.scaling_s) is with_fio
 
 
 @given(st.floats(1e6, 2e11), st.integers(8 * MIB, 1 << 40))
 def test_sizes_fit_the_file_and_the_memory(rate_bps: float, file_bytes: int) -> None:
     in_flight = max_in_flight_bytes(rate_bps, file_bytes)
     assert in_flight <= min(256 * MIB, file_bytes // 4)
-    chunk = StepChunk(chunk_elements(in_flight, file_bytes))
-    assert 4 * chunk.num_bytes <= max(in_flight, 4 * 12 * 4096)
-    assert all(offset % 4096 == 0 and size % 4096 == 0 for offset, size in chunk.segments())
-    assert sum(size for _, size in chunk.segments()) == chunk.num_bytes
+    num_elements = chunk_elements(in_flight, file_bytes)
+    segments = chunk_segments(num_elements)
+    assert 4 * 12 * num_elements <= max(in_flight, 4 * 12 * 4096)
+    assert all(offset % 4096 == 0 and size % 4096 == 0 for offset, size in segments)
+    assert sum(size for _, size in segments) == 12 * num_elements
 
 
 def test_a_step_takes_the_slower_of_mixed_and_sustained() -> None:
     assert step_seconds(1e9, mixed_bps=2.4e9, sustained_write_bps=None) == pytest.approx(10.0)
     assert step_seconds(1e9, mixed_bps=2.4e9, sustained_write_bps=0.6e9) == pytest.approx(20.0)
-    assert params_in(10.0, mixed_bps=2.4e9, sustained_write_bps=6e9) == pytest.approx(1e9)
 
 
 def test_the_warm_up_does_not_count() -> None:
     class Ticket:
         operation, num_bytes = "pread", 7
 
-    batch = nvme_traffic._Batch(0, 0.0, [Ticket()], [0.5])  # type: ignore[list-item]
-    count = nvme_traffic.Count(num_warmup_batches=2)
+    batch = traffic._Batch(0, 0.0, [Ticket()], [0.5])  # type: ignore[list-item]
+    count = traffic.Count(num_warmup_batches=2)
     count.complete([batch], 1.0)
     assert not count.is_running
     count.complete([batch, batch], 2.0)  # the clock starts here, with none of these
@@ -488,7 +420,7 @@ def test_buckets_keep_every_byte(steps: list[tuple[float, int]]) -> None:
     for step_s, num_bytes in steps:
         now_s += step_s
         timeline.append((now_s, num_bytes))
-    buckets = nvme_traffic.buckets(timeline)
+    buckets = traffic.buckets(timeline)
     assert sum(num_bytes for _, num_bytes in buckets) == sum(num_bytes for _, num_bytes in steps)
     assert len(buckets) <= 121
     assert buckets[-1][0] == now_s
@@ -511,73 +443,24 @@ def test_words_for_sizes_and_durations() -> None:
     assert [duration_text(s) for s in (2.5, 0.00125, 430e-6)] == ["2.5 s", "1.25 ms", "430 us"]
 
 
-# --- bench copy ---
-
-
-def test_copy_measures_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "copy.json"
-    assert main(["bench", "copy", "--size", "2MiB", "--time", "0.5s", "--json", str(file)]) == 0
-    out = capsys.readouterr().out
-    result = json.loads(file.read_text())
-    rows = [row for row in result["results"] if row["memory"] == "dram"]
-    assert {row["kind"] for row in rows} == {"read", "write", "copy (libc)", "copy (native)"}
-    assert all(len(row["seconds"]) == row["num_samples"] and row["gb_per_s"] > 0 for row in rows)
-    assert "copy (native)" in out
-    assert (result["device"] is None) == ("Host and device" not in out)
-
-
-def test_the_transfers_do_what_they_say() -> None:
-    import torch
-
-    source = torch.arange(3 * 4096 + 17, dtype=torch.int32).to(torch.uint8) % 251
-    for name in ("copy (libc)", "copy (native)"):
-        for num_threads in (1, 3):
-            target = torch.full_like(source, 99)
-            bench_copy._dram_transfers(target, source, num_threads)[name]()
-            assert torch.equal(target, source)
-    target = torch.full_like(source, 99)
-    transfers = bench_copy._dram_transfers(target, source, 2)
-    transfers["write"]()
-    assert not target.any()
-    transfers["read"]()
-    source[-1] = 0xFF  # the byte that ends a search
-    with pytest.raises(AssertionError, match="must not hold"):
-        transfers["read"]()
-
-
-@pytest.mark.gpu
-def test_copy_measures_the_link(tmp_path: Path) -> None:
-    if bench_copy.device_name() is None:
-        pytest.skip("no CUDA device")
-    file = tmp_path / "copy.json"
-    assert main(["bench", "copy", "--size", "2MiB", "--time", "2s", "--json", str(file)]) == 0
-    rows = [row for row in json.loads(file.read_text())["results"] if row["memory"] == "pinned"]
-    assert {row["kind"] for row in rows} == {"h2d", "d2h", "both"}
-
-
-def test_a_size_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "copy", "--size", "4096TiB"]) == 2
-    assert "more than half" in capsys.readouterr().err
-
-
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--version"], ["bench", "--help"], ["bench", "nvme", "--help"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 0
-    assert "--verify-with-fio" in capsys.readouterr().out
+    assert "--write-limit" in capsys.readouterr().out
 
 
 def test_the_nvme_tool_does_not_load_torch() -> None:
     code = "import sys, offloadzero.cli.main; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
-    assert bench_nvme.MIN_SIZE == 16 * MIB
+    assert nvme.MIN_SIZE == 16 * MIB
 
 
 def test_the_tools_memory_is_of_the_kind_that_trains() -> None:
     """Small pages gave a third of the drive's rate; advice for huge ones has no effect on memory that is shared."""
-    memory = nvme_traffic.RandomMemory(8 << 20)
+    memory = traffic.RandomMemory(8 << 20)
     address = memory.bytes.ctypes.data
     mapped, flags = "", ""
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -13,10 +14,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from offloadzero.cli import nvme_traffic
+from offloadzero.cli.bench import traffic
+from offloadzero.cli.bench.points import MIB, Point, Traffic
 from offloadzero.cli.main import main
-from offloadzero.cli.nvme_sweep import MIB, Point, Traffic
 from offloadzero.config import load_config
+from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioEngine
 from tests.cli.test_cli_bench import BACKENDS
 
@@ -42,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     keep = place / "keep.bin"
     keep.write_bytes(b"mine")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvme_traffic, "AioEngine", CountingEngine)
+        patch.setattr(traffic, "AioEngine", CountingEngine)
         begun_s = time.monotonic()
         arguments = ["bench", "nvme", str(place), "--size", "32MiB", "--time", "8s"]
         status = main([*arguments, "--json", str(place / "result.json")])
@@ -140,26 +142,28 @@ def test_the_meaning_follows_from_the_rates(run: dict[str, Any]) -> None:
     assert "billion parameters at 10 seconds per step" in meaning["text"]
 
 
-def test_compare_prints_ratios(
-    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_result_is_plotted_and_compared(
+    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    nvme_results = importlib.import_module("nvme_results")
     first = run["place"] / "result.json"
     faster = json.loads(first.read_text())
     for row in (*faster["results"]["traffic"], *faster["samples"]):
         row["gb_per_s"] *= 2
-    second = tmp_path / "faster.json"
+    second, image = tmp_path / "faster.json", tmp_path / "plot.png"
     second.write_text(json.dumps(faster))
     capsys.readouterr()
-    assert main(["bench", "nvme", "--compare", str(first), str(second)]) == 0
+    words = ["nvme_results", str(first), str(second), "--plot", str(image)]
+    monkeypatch.setattr(sys, "argv", words)
+    nvme_results.main()
+    assert image.read_bytes().startswith(b"\x89PNG\r\n")
     lines = capsys.readouterr().out.splitlines()
     rates = [line for line in lines if "GB/s" in line and "sustained" not in line and "first" not in line]
     rates = [line for line in rates if "CPU" not in line]
     assert len(rates) > 5
     assert all(line.endswith("2.000") for line in rates), rates
     assert all(line.endswith("1.000") for line in lines if "p99" in line)
-
-
-def test_compare_refuses_a_later_format(run: dict[str, Any], tmp_path: Path) -> None:
-    later = {**run["result"], "format_version": 99}
-    (tmp_path / "later.json").write_text(json.dumps(later))
-    assert main(["bench", "nvme", "--compare", *[str(tmp_path / "later.json")] * 2]) == 2
+    second.write_text(json.dumps({**faster, "format_version": 99}))
+    with pytest.raises(ConfigError, match="format_version"):
+        nvme_results.main()

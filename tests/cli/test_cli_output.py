@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.cli.main import FAILURE, UNREAD, USER_ERROR
+from offloadzero.cli.main import FAILURE, UNREAD
 from tests.cli.test_report import step_record, write_run
 from tests.support.tiny import REPOSITORY, script_environment
 from tests.support.warm import WarmProcess, run_warm
@@ -21,7 +20,6 @@ COMMANDS = {
     "help": ["bench", "nvme", "--help"],
     "report": ["report", "RUN"],
     "plan": ["plan", "--model", "64/1/4/101", "--config", "examples/configs/host.json", "--no-time"],
-    "bench copy": ["bench", "copy", "--size", "1MiB", "--time", "0.5s"],
     "bench nvme": ["bench", "nvme", "/dev/shm", "--size", "16MiB", "--time", "1.5s"],
     "bench adam": ["bench", "adam", "--params", "1048576", "--rounds", "1"],
 }
@@ -51,12 +49,11 @@ def test_a_reader_that_has_gone_is_no_error_to_speak_of(name: str, tmp_path: Pat
     assert "offloadzero: " not in err
 
 
-@pytest.mark.parametrize("name", ["bench copy", "bench nvme"])
-def test_neither_is_one_of_the_progress(name: str, tmp_path: Path) -> None:
+def test_neither_is_one_of_the_progress(tmp_path: Path) -> None:
     """As in `offloadzero ... 2>&1 | head -1`: nothing is left behind either."""
     reader, writer = os.pipe()
     os.close(reader)
-    process = start(command(name, tmp_path), writer, writer)
+    process = start(command("bench nvme", tmp_path), writer, writer)
     os.close(writer)
     assert process.wait(timeout=120) == UNREAD
     assert not [file for file in os.listdir("/dev/shm") if f"-{process.pid}-" in file]
@@ -75,7 +72,7 @@ def test_a_full_disk_under_the_output_is_named(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("option", ["--json", "-o"])
 def test_a_full_disk_under_a_file_is_named(tmp_path: Path, option: str) -> None:
-    name = "report" if option == "-o" else "bench copy"
+    name = "report" if option == "-o" else "bench adam"
     words = [*command(name, tmp_path), option, "/dev/full"]
     done = run_warm(words, cwd=REPOSITORY, env=script_environment(), timeout_s=120)
     assert done.returncode == FAILURE
@@ -97,24 +94,3 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "run-\\udcff-\\xfc" in done.stdout
-
-
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    damaged = tmp_path / "a.json"
-    for content in ({"arguments": 5}, {"arguments": {"paths": [1]}}, {}, {"results": None, "machine": []}):
-        damaged.write_text(json.dumps({"format": "offloadzero.bench.nvme", "format_version": 1, **content}))
-        words = [
-            sys.executable,
-            "-m",
-            "offloadzero",
-            "bench",
-            "nvme",
-            "--compare",
-            str(damaged),
-            str(damaged),
-        ]
-        process = start(words, subprocess.PIPE, subprocess.PIPE)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == USER_ERROR, err
-        assert len(err.splitlines()) == 1
-        assert "--compare" in err

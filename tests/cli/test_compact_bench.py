@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import statistics
 import sys
 from pathlib import Path
 
 import pytest
 
-from offloadzero.cli import bench_adam, main
+from offloadzero.cli import main
+from offloadzero.cli.bench import adam
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.native.kernels import Isa, active_isa, isa_supported
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "adam.py"
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -24,7 +28,7 @@ def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = parse("--params", str(1 << 20), "--rounds", "2", "--json", str(file))
     assert args.run(args) == 0
     result = json.loads(file.read_text())
-    assert result["format"] == bench_adam.FORMAT
+    assert result["format"] == adam.FORMAT
     rows = result["results"]
     for row in rows:
         assert len(row["seconds"]) == 2
@@ -45,12 +49,12 @@ def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["share_of_ceiling"] == pytest.approx(row["gb_per_s"] / max(ceilings))
     table = capsys.readouterr().out
     assert table.count("\n") == len(rows) + 3
-    assert "torch fused AdamW" in table
+    assert "ceiling, prefetched" in table
 
 
 def test_records_survive_the_ceiling() -> None:
     """The stream inverts what it passes over; after a sample everything is as before, and the steps finite."""
-    records = bench_adam.Records(bench_adam.IN_CACHE_PARAMS)
+    records = adam.Records(adam.IN_CACHE_PARAMS)
     for layout in ("fp32", "compact"):
         tensors = (*records.fp32, *records.compact, records.grad)
         before = [tensor.clone() for tensor in tensors]
@@ -69,7 +73,6 @@ def test_records_survive_the_ceiling() -> None:
         (("--params", "1000000"), "--params"),
         (("--params", str(1 << 44)), "--params"),
         (("--rounds", "0"), "--rounds"),
-        (("--params", str(1 << 20), "--deepspeed-python", "/nowhere/python"), "--deepspeed-python"),
         (("--json", "/nowhere/file"), "--json"),
     ],
 )
@@ -79,10 +82,26 @@ def test_mistakes_are_named(arguments: tuple[str, ...], key: str) -> None:
         args.run(args)
 
 
-def test_interpreter_without_deepspeed_is_an_error_not_a_missing_row(tmp_path: Path) -> None:
+def peers(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Run the benchmark that has torch's and DeepSpeed's beside ours."""
+    monkeypatch.setattr(sys, "argv", ["adam.py", "--params", str(1 << 20), "--rounds", "1", *words])
+    runpy.run_path(str(BENCHMARK), run_name="__main__")
+
+
+def test_torch_stands_beside_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers(monkeypatch)
+    assert "torch fused AdamW" in capsys.readouterr().out
+
+
+def test_interpreter_without_deepspeed_is_an_error_not_a_missing_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without = tmp_path / "python"
     without.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')  # no site-packages
     without.chmod(0o755)
-    args = parse("--params", str(1 << 20), "--rounds", "1", "--deepspeed-python", str(without))
     with pytest.raises(OffloadError, match="ended with status 1"):
-        args.run(args)
+        peers(monkeypatch, "--deepspeed-python", str(without))
+    with pytest.raises(ConfigError, match=r"^--deepspeed-python "):
+        peers(monkeypatch, "--deepspeed-python", "/nowhere/python")

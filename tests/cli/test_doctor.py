@@ -98,7 +98,7 @@ def test_files_of_another_machine(tmp_path: Path) -> None:
 def test_rates_are_measured_where_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offloadzero.cli import plan_probe
+    from offloadzero.cli.plan import measure
 
     asked: list[list[Path]] = []
 
@@ -107,7 +107,7 @@ def test_rates_are_measured_where_they_are_asked_for(
         asked.append(paths)
         return {"nvme_read": 0.5e9, "nvme_write": 3e9}
 
-    monkeypatch.setattr(plan_probe, "drive_rates", rates)
+    monkeypatch.setattr(measure, "drive_rates", rates)
     main.main(["doctor", str(tmp_path), "--device", "cpu"])
     assert not asked
     assert main.main(["doctor", str(tmp_path), "--device", "cpu", "--measure"]) == 1

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
-from offloadzero.cli.plan import FORMAT, read_count
-from offloadzero.cli.plan_answer import Planner
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.answer import Planner
+from offloadzero.cli.plan.command import FORMAT, read_count
+from offloadzero.cli.plan.model import read_model
 from offloadzero.errors import ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.shapes import read_shape
+from offloadzero.planning.model.shapes import read_shape
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 
@@ -365,7 +365,7 @@ def test_numbers_are_read_before_the_machine_is_measured(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A misspelled --tokens was said after a minute."""
-    monkeypatch.setattr("offloadzero.cli.plan.ask", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("offloadzero.cli.plan.command.ask", lambda *_: pytest.fail("measured first"))
     assert main([*words(tmp_path), *more]) == USER_ERROR
     assert f"{more[-2]} = " in capsys.readouterr().err
 

@@ -16,9 +16,8 @@ from torch import nn
 
 import offloadzero
 from offloadzero import planned_model
-from offloadzero.cli import plan_answer
-from offloadzero.cli.plan_answer import Planner, Question, building_notes, drive_bytes
-from offloadzero.cli.plan_model import ModelSource, read_model
+from offloadzero.cli.plan.answer import Planner, Question, building_notes, drive_bytes, in_memory
+from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.nvme import STRIPE_BYTES
@@ -484,8 +483,10 @@ def test_what_a_directory_in_memory_holds_is_the_hosts(
     memory = Memory(host=on_host + on_nvme - 1, nvme=on_nvme)
     assert planner(memory).verdict(source).fits
     filesystems = {str(tmp_path): "tmpfs"}
-    monkeypatch.setattr(plan_answer, "describe_path", lambda path: {"filesystem": filesystems[path]})
-    asked = Planner(replace(planner(memory).question, in_memory=plan_answer.in_memory))
+    monkeypatch.setattr(
+        "offloadzero.cli.plan.answer.describe_path", lambda path: {"filesystem": filesystems[path]}
+    )
+    asked = Planner(replace(planner(memory).question, in_memory=in_memory))
     answer = asked.answer(source)
     assert answer.verdict.short == {TierName.HOST: 1}
     said = f"In memory, and on no drive: {tmp_path} (tmpfs). The host's bytes have what lives there."

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.cli import plan_beside
-from offloadzero.cli.nvme_sweep import MIB
-from offloadzero.cli.plan_beside import copies_beside, drive_beside
+from offloadzero.cli.bench.points import MIB
+from offloadzero.cli.plan import beside
+from offloadzero.cli.plan.beside import copies_beside, drive_beside
 
 
 def computes_for(seconds: float) -> Callable[[], object]:
@@ -28,25 +28,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("STATE_ELEMENTS", 1 << 16),
         ("WRITE_LIMIT_BYTES", 256 * MIB),
     ):
-        monkeypatch.setattr(plan_beside, name, value)
+        monkeypatch.setattr(beside, name, value)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_slow_computation_has_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five turns of a micro batch of 0.6 s, of four micro batches each, took 50 s for copies alone."""
     turns = list[float]()
-    turn = plan_beside._turn
+    turn = beside._turn
 
     def noted(*arguments: object) -> tuple[float, float]:
         turns.append(arguments[2])  # type: ignore[arg-type]
         return turn(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plan_beside, "_turn", noted)
+    monkeypatch.setattr(beside, "_turn", noted)
     assert copies_beside(computes_for(0.01)) > 0
-    assert len(turns) == plan_beside.NUM_TURNS
+    assert len(turns) == beside.NUM_TURNS
     assert min(turns) >= 0.04, "four micro batches"
-    monkeypatch.setattr(plan_beside, "MOST_S", 0.1)
-    monkeypatch.setattr(plan_beside, "MOST_TURN_S", 0.1)
+    monkeypatch.setattr(beside, "MOST_S", 0.1)
+    monkeypatch.setattr(beside, "MOST_TURN_S", 0.1)
     for seconds, expected in ((0.05, 0.1), (0.2, 0.2)):
         turns.clear()
         assert copies_beside(computes_for(seconds)) > 0

@@ -11,20 +11,26 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.main import main
-from offloadzero.cli.plan_answer import Planner, Question
-from offloadzero.cli.plan_computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
-from offloadzero.cli.plan_model import ModelSource, read_model
-from offloadzero.cli.plan_report import step_of
+from offloadzero.cli.plan import computation, measure
+from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
+from offloadzero.cli.plan.model import ModelSource, read_model
+from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, Device, find_device
-from offloadzero.planning import kept_rates
-from offloadzero.planning.activation_trace import loss_of_ids, trace_micro_batch
+from offloadzero.planning import hardware
 from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import Hardware, hardware_from_json, model_key, share_of
-from offloadzero.planning.kept_rates import cache_file, read_hardware
-from offloadzero.planning.shapes import ModelShape
+from offloadzero.planning.hardware import (
+    Hardware,
+    cache_file,
+    hardware_from_json,
+    model_key,
+    read_hardware,
+    share_of,
+)
+from offloadzero.planning.model.shapes import ModelShape
+from offloadzero.planning.model.trace import loss_of_ids, trace_micro_batch
 from offloadzero.update.spec import UpdateForm
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
@@ -43,19 +49,19 @@ class Card(CpuDevice):
 
 def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of one thread is a second, and of three threads a third, however many cores there are."""
-    monkeypatch.setattr(plan_computation, "usable_cores", lambda: 4.0)
-    monkeypatch.setattr(plan_computation.time, "process_time", lambda: 12.0)
-    assert [plan_computation.cores_s(num) for num in (1, 3, 8)] == [12.0, 4.0, 3.0]
-    assert plan_computation.cores_s() == 3.0
+    monkeypatch.setattr(computation, "usable_cores", lambda: 4.0)
+    monkeypatch.setattr(computation.time, "process_time", lambda: 12.0)
+    assert [computation.cores_s(num) for num in (1, 3, 8)] == [12.0, 4.0, 3.0]
+    assert computation.cores_s() == 3.0
     clocks: list[Any] = []
 
     def samples(calls: Any, of_calls: Any, _: Any) -> list[list[list[float]]]:
         clocks.append(of_calls[1]())
         return [[[1.0, 1.0] for _ in calls]]
 
-    monkeypatch.setattr(plan_computation, "_samples", samples)
+    monkeypatch.setattr(computation, "_samples", samples)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    plan_computation.block_rates(CPU, torch.float32)
+    computation.block_rates(CPU, torch.float32)
     assert clocks == [6.0]
 
 
@@ -78,12 +84,10 @@ def test_forward_and_backward_are_measured_apart(device: Device, monkeypatch: py
         odd = [[9.0, 9.0], [9.0, 9.0]]
         return [odd, [[1.0, 0.25], [8.0, 4.25]], [[1.0, 0.25], [8.0, 4.25]]]
 
-    monkeypatch.setattr(plan_computation, "loss_of_ids", loss_of)
-    monkeypatch.setattr(plan_computation, "_samples", samples)
-    monkeypatch.setattr(
-        plan_computation, "ModelShape", lambda kind, *_: ModelShape(kind, 64, 1, 2, 32, 128, 2)
-    )
-    found = plan_computation.block_rates(device, torch.float32)
+    monkeypatch.setattr(computation, "loss_of_ids", loss_of)
+    monkeypatch.setattr(computation, "_samples", samples)
+    monkeypatch.setattr(computation, "ModelShape", lambda kind, *_: ModelShape(kind, 64, 1, 2, 32, 128, 2))
+    found = computation.block_rates(device, torch.float32)
     assert ways == ["forward", "backward"] * 2, "the first micro batch is not measured"
     assert all(param.grad is None for param in made[0].parameters())
     num_tokens, ratio, share = (4096, 8.0, 1.0) if device.free_bytes() else (256, 17.0, 4.5 / 9.0)
@@ -95,13 +99,13 @@ def test_forward_and_backward_are_measured_apart(device: Device, monkeypatch: py
 def test_what_takes_long_is_not_repeated() -> None:
     now = iter(range(0, 100, 3))
     calls: list[int] = []
-    assert plan_computation.best_s(lambda: calls.append(1), lambda: next(now)) == 3
+    assert computation.best_s(lambda: calls.append(1), lambda: next(now)) == 3
     assert len(calls) == 2
 
 
 def test_a_clock_that_has_not_ticked_is_none() -> None:
     """The processor's time may come in hundredths of a second: a rate was a division by zero."""
-    assert 0 < plan_computation.best_s(lambda: sum(range(1000)), lambda: 12.0) < 1.0
+    assert 0 < computation.best_s(lambda: sum(range(1000)), lambda: 12.0) < 1.0
 
 
 def rates(
@@ -121,8 +125,8 @@ def test_many_blocks_are_measured_by_what_two_of_them_add(monkeypatch: pytest.Mo
         measured.append(number)
         return _Seconds(1.0 + 2.0 * number, 2.0 + 3.0 * number, 0.5 + number, 1.0 + 2.0 * number)
 
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
-    monkeypatch.setattr(plan_computation, "MOST_WHOLE_BYTES", 1 << 10)
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(computation, "MOST_WHOLE_BYTES", 1 << 10)
     whole = trace_micro_batch(read_model(DEEP).on_meta(), dtype=torch.bfloat16, micro_batch=2, sequence=16)
     found = rates(read_model(DEEP))
     assert measured == [1, 3]
@@ -133,14 +137,14 @@ def test_many_blocks_are_measured_by_what_two_of_them_add(monkeypatch: pytest.Mo
     assert found.forward == pytest.approx(whole.forward_flops / 15.0)
     assert found.backward == pytest.approx(whole.backward_flops / 23.0)
     assert found.core_share == 1.0
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", lambda *_: _Seconds(1.0, 2.0, 1.0, 2.0))
+    monkeypatch.setattr(computation, "_time_micro_batches", lambda *_: _Seconds(1.0, 2.0, 1.0, 2.0))
     with pytest.raises(NotMeasuredError, match="3 blocks took no longer than 1"):
         rates(read_model(DEEP))
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
     measured.clear()
     rates(read_model(SHAPE))
     assert measured == [3], "few blocks are measured whole"
-    monkeypatch.setattr(plan_computation, "MOST_WHOLE_BYTES", 1 << 30)
+    monkeypatch.setattr(computation, "MOST_WHOLE_BYTES", 1 << 30)
     rates(read_model(DEEP))
     assert measured == [3, 7], "so are small ones: the weights of some of them might lie in a cache"
 
@@ -153,7 +157,7 @@ def test_a_model_of_a_function_is_measured_whole_as_it_is_made(monkeypatch: pyte
         seen.append(model)
         return _Seconds(1.0, 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
     rates(made)
     (model,) = seen
     assert all(bool(param.isfinite().all()) for param in model.parameters())
@@ -167,9 +171,9 @@ def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.Mon
         shapes.append((micro_batch, sequence))
         return _Seconds(1.0, 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
     trace = trace_micro_batch(read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=4, sequence=512)
-    whole_s = plan_computation.MOST_S * trace.flops
+    whole_s = computation.MOST_S * trace.flops
     for share, expected in (
         (2.0, (4, 512)),
         (0.51, (2, 512)),
@@ -177,13 +181,13 @@ def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.Mon
         (0.125, (1, 256)),
         (0.02, (1, 128)),
     ):
-        rate = whole_s * share / plan_computation.MOST_S**2
+        rate = whole_s * share / computation.MOST_S**2
         shapes.clear()
         rates(read_model(SHAPE), micro_batch=4, sequence=512, block=Computation(rate, rate))
         assert shapes[0] == pytest.approx(expected, abs=3)
     shapes.clear()
     short = trace_micro_batch(read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=1, sequence=16)
-    rate = short.flops / (2 * plan_computation.MOST_S)
+    rate = short.flops / (2 * computation.MOST_S)
     rates(read_model(SHAPE), micro_batch=1, sequence=16, block=Computation(rate, rate))
     assert shapes == [(1, 16)], "a sample shorter than that stays as it is"
 
@@ -191,7 +195,7 @@ def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("shape", [{"micro_batch": 4, "sequence": 512}, {"micro_batch": 1, "sequence": 16}])
 def test_what_takes_long_however_short_is_not_measured(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks of a llama of 405 billion parameters take minutes for 128 tokens on a CPU."""
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", None)
+    monkeypatch.setattr(computation, "_time_micro_batches", None)
     num_tokens = min(128, shape["sequence"])
     short = trace_micro_batch(
         read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=1, sequence=num_tokens
@@ -202,7 +206,7 @@ def test_what_takes_long_however_short_is_not_measured(shape: Any, monkeypatch: 
 
 
 def test_a_model_without_room_is_refused_before_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_computation, "_trace", None)
+    monkeypatch.setattr(computation, "_trace", None)
     with pytest.raises(NotMeasuredError, match="more than half of the memory"):
         rates(read_model(SHAPE), room=1 << 10)
 
@@ -224,7 +228,7 @@ def test_a_tied_head_is_measured_tied(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(model)
         return _Seconds(1.0, 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
     source = read_model("gpt:64/3/4/101")
     rates(source)
     (model,) = seen
@@ -243,8 +247,8 @@ def test_few_weights_are_drawn_and_copied(is_shape: bool, monkeypatch: pytest.Mo
         seen.append(model)
         return _Seconds(1.0, 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
-    monkeypatch.setattr(plan_computation, "_NUM_DRAWN", 1 << 10)
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(computation, "_NUM_DRAWN", 1 << 10)
     rates(read_model(SHAPE) if is_shape else ModelSource("a:function", lambda: read_model(SHAPE).build()))
     (model,) = seen
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").detach().flatten()
@@ -260,7 +264,7 @@ def test_what_takes_too_much_memory_or_fails_is_not_measured(monkeypatch: pytest
     def fails(*_: Any) -> _Seconds:
         raise ZeroDivisionError("of the model's\nown code")
 
-    monkeypatch.setattr(plan_computation, "_time_micro_batches", fails)
+    monkeypatch.setattr(computation, "_time_micro_batches", fails)
     with pytest.raises(NotMeasuredError, match="ZeroDivisionError: of the model's own code"):
         rates(read_model(SHAPE))
     with pytest.raises(NotMeasuredError, match="nothing that is counted"):
@@ -275,35 +279,35 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """Return a machine whose rates are kept below `tmp_path`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     measured = replace(KNOWN, holds={"copy": 1e-10, "fp32": 2e-11})
-    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: measured)
-    return plan_probe.this_hardware("cpu", [], fresh=False)
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: measured)
+    return measure.this_hardware("cpu", [], fresh=False)
 
 
 def with_model(machine: Hardware, *, model: str = SHAPE, fresh: bool = False, **keys: Any) -> Hardware:
     source = read_model(model)
     keys = {"dtype": torch.bfloat16, "micro_batch": 2, "sequence": 16, **keys}
-    return plan_probe.with_model(machine, "cpu", source, fresh=fresh, **keys)
+    return measure.with_model(machine, "cpu", source, fresh=fresh, **keys)
 
 
 def test_a_model_is_measured_once_for_each_size_of_its_micro_batch(
     machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **keys: measured.append(keys) or OWN)
+    monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **keys: measured.append(keys) or OWN)
     for fresh, times in ((False, 1), (False, 1), (True, 2)):
-        found = with_model(plan_probe.this_hardware("cpu", [], fresh=False), fresh=fresh)
+        found = with_model(measure.this_hardware("cpu", [], fresh=False), fresh=fresh)
         assert list(found.of_models.values()) == [OWN]
         assert len(measured) == times
-    with_model(plan_probe.this_hardware("cpu", [], fresh=False), sequence=32)
+    with_model(measure.this_hardware("cpu", [], fresh=False), sequence=32)
     assert with_model(machine, dtype=None) == machine, "no rate of fp32 is known"
-    with_model(plan_probe.this_hardware("cpu", [], fresh=False), model=DEEP)
+    with_model(measure.this_hardware("cpu", [], fresh=False), model=DEEP)
     kept = read_hardware(str(cache_file(machine.identity)))
     assert len(measured) == len(kept.of_models) + 1 == 4
     assert measured[0]["room"] == pytest.approx(machine.memory.host, rel=0.1), "of that moment"
     assert measured[0]["block"] == Computation(KNOWN.flops["bf16"], KNOWN.flops["bf16"]), (
         "no rate of gradients is known"
     )
-    monkeypatch.setattr(kept_rates, "MOST_MODELS", 2)
+    monkeypatch.setattr(hardware, "MOST_MODELS", 2)
     assert len(with_model(kept, sequence=8).of_models) == 2, "the oldest are forgotten"
     capsys.readouterr()
 
@@ -326,9 +330,9 @@ def test_a_model_gets_half_of_what_is_free_beside_this_process(
         rooms.append((room, host_room))
         return OWN
 
-    monkeypatch.setattr(plan_probe, "find_device", lambda _: Free())
-    monkeypatch.setattr(plan_probe, "available_host_bytes", lambda: 3 * GIB)
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", measured)
+    monkeypatch.setattr(measure, "find_device", lambda _: Free())
+    monkeypatch.setattr(measure, "available_host_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(measure, "micro_batch_rates", measured)
     with_model(machine)
     assert rooms == [(3 * GIB, None) if of_card is None else (of_card, 3 * GIB)]
     capsys.readouterr()
@@ -339,8 +343,8 @@ def test_a_busy_machine_is_said_where_a_model_is_measured(
     machine: Hardware, load: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The share of the cores comes of the time on a clock, which other work makes longer."""
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
-    monkeypatch.setattr(plan_probe.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **__: OWN)
+    monkeypatch.setattr(measure.os, "getloadavg", lambda: (load, 0.0, 0.0))
     with_model(machine)
     said = (
         "This machine is busy (load 100.0): the model's computation will seem slow."
@@ -353,12 +357,12 @@ def test_plans_that_measure_at_the_same_time_keep_all_models(
     machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each has read the file before the other one writes it; what another has measured anew stays new."""
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
+    monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **__: OWN)
     newer = replace(machine, rates=replace(KNOWN, copy=123.0))
-    kept_rates.keep(newer)
+    hardware.keep(newer)
     found = [with_model(machine, sequence=sequence) for sequence in (16, 32)]
     assert [len(one.of_models) for one in found] == [1, 1]
-    kept = kept_rates.kept_hardware(machine.identity)
+    kept = hardware.kept_hardware(machine.identity)
     assert kept is not None
     assert kept.of_models == found[0].of_models | found[1].of_models  # type: ignore[operator]
     assert kept.rates == newer.rates
@@ -373,14 +377,14 @@ def test_an_engine_never_reads_a_half_of_what_is_kept(
 
     def write_in_halves(path: Path, text: str, **keys: Any) -> int:
         write(path, text[: len(text) // 2], **keys)
-        seen.append(kept_rates.kept_hardware(machine.identity))
+        seen.append(hardware.kept_hardware(machine.identity))
         return write(path, text, **keys)
 
     monkeypatch.setattr(Path, "write_text", write_in_halves)
     newer = replace(machine, of_models={"a model": OWN})
-    kept_rates.keep(newer)
+    hardware.keep(newer)
     assert [one.of_models for one in seen] == [{}]
-    assert kept_rates.kept_hardware(machine.identity) == newer
+    assert hardware.kept_hardware(machine.identity) == newer
     directory = cache_file(machine.identity).parent
     assert len(list(directory.iterdir())) == 1
 
@@ -389,8 +393,8 @@ def test_an_engine_never_reads_a_half_of_what_is_kept(
 
     monkeypatch.setattr(Path, "write_text", no_room)
     with pytest.raises(OSError, match="No space"):
-        kept_rates.keep(machine)
-    assert kept_rates.kept_hardware(machine.identity) == newer, "as it was"
+        hardware.keep(machine)
+    assert hardware.kept_hardware(machine.identity) == newer, "as it was"
 
 
 def test_a_user_without_a_home_has_a_plan(
@@ -401,8 +405,8 @@ def test_a_user_without_a_home_has_a_plan(
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
-    found = with_model(plan_probe.this_hardware("cpu", [], fresh=False))
+    monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **__: OWN)
+    found = with_model(measure.this_hardware("cpu", [], fresh=False))
     assert (found.rates, [*found.of_models.values()]) == (machine.rates, [OWN])
     said = capsys.readouterr().err
     assert said.count("is not kept for the next time: Could not determine home directory.") == 2
@@ -415,7 +419,7 @@ def test_a_model_that_cannot_be_measured_is_said(
     def refuses(*_: Any, **__: Any) -> Computation:
         raise NotMeasuredError("for a reason")
 
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", refuses)
+    monkeypatch.setattr(measure, "micro_batch_rates", refuses)
     assert with_model(machine) == machine
     assert "a standard block's is taken: for a reason" in capsys.readouterr().err
 
@@ -479,7 +483,7 @@ def test_auto_goes_by_kept_rates_where_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine goes by them: with --no-time the plan was another one, and said that no rate is known."""
-    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
+    monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **__: OWN)
     config = tmp_path / "config.json"
     keys = {"placement": "auto", "placement_tokens": 32, "budgets": {"host": "1GiB", "device": "1GiB"}}
     config.write_text(json.dumps(settings(tmp_path, **keys)))

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
-from offloadzero.cli.plan_beside import DriveBeside
+from offloadzero.cli.plan import computation, measure
+from offloadzero.cli.plan.beside import DriveBeside
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import hardware_from_json
-from offloadzero.planning.kept_rates import cache_file, keep, read_hardware
-from offloadzero.planning.time_model import Computation
+from offloadzero.planning.hardware import cache_file, hardware_from_json, keep, read_hardware
+from offloadzero.planning.step.rates import Computation
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
@@ -40,9 +39,9 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     path = write(tmp_path / "machine.json", machine.to_json())
     assert read_hardware(path) == machine
-    assert plan_probe.form_on(machine, ADAM) is UpdateForm.TRITON
-    assert plan_probe.form_on(machine, LION) is UpdateForm.TORCH
-    assert plan_probe.form_on(MACHINE, ADAM) is UpdateForm.NATIVE
+    assert measure.form_on(machine, ADAM) is UpdateForm.TRITON
+    assert measure.form_on(machine, LION) is UpdateForm.TORCH
+    assert measure.form_on(MACHINE, ADAM) is UpdateForm.NATIVE
 
 
 @pytest.mark.parametrize(
@@ -87,11 +86,11 @@ def test_a_file_of_another_kind_is_refused_with_both_that_are_read(
 def test_a_function_that_gives_no_model_is_refused_before_the_machine_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(*_: Any, **__: Any) -> Any:
+    def measured(*_: Any, **__: Any) -> Any:
         raise AssertionError("a minute of measurement")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan_probe, "this_hardware", measure)
+    monkeypatch.setattr(measure, "this_hardware", measured)
     (tmp_path / "a_model_that_is_none.py").write_text("def make():\n    return 7\n")
     arguments = words(tmp_path)
     at = arguments.index("--hardware")
@@ -103,9 +102,9 @@ def test_a_function_that_gives_no_model_is_refused_before_the_machine_is_measure
 def test_memory_is_what_a_process_finds_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python and torch are a part of what is needed: they were taken off what is available as well."""
     held = 300 * MIB
-    monkeypatch.setattr(plan_probe, "host_bytes_before", lambda: 2 * GIB)
-    monkeypatch.setattr(plan_probe, "resident_bytes", lambda *_: held)
-    machine = plan_probe.memory_only("cpu", [])
+    monkeypatch.setattr(measure, "host_bytes_before", lambda: 2 * GIB)
+    monkeypatch.setattr(measure, "resident_bytes", lambda *_: held)
+    machine = measure.memory_only("cpu", [])
     assert (machine.memory.host, machine.process_bytes) == (2 * GIB, held)
 
 
@@ -153,17 +152,17 @@ def test_a_device_without_a_name_is_none_the_less_one() -> None:
 def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     measured: list[Any] = []
-    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: measured.append(0) or MEASURED)
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: measured.append(0) or MEASURED)
     for fresh, times in ((False, 1), (False, 1), (True, 2)):
-        assert plan_probe.this_hardware("cpu", [tmp_path], fresh=fresh).rates == MEASURED
+        assert measure.this_hardware("cpu", [tmp_path], fresh=fresh).rates == MEASURED
         assert len(measured) == times
     (kept,) = (tmp_path / "cache" / "offloadzero").iterdir()
     other = json.loads(kept.read_text())
     other["identity"]["machine"]["cpu"] = "another"
     kept.write_text(json.dumps(other))
-    plan_probe.this_hardware("cpu", [tmp_path], fresh=False)
+    measure.this_hardware("cpu", [tmp_path], fresh=False)
     assert len(measured) == 3, "a file of another machine under this one's name"
-    found = plan_probe.this_hardware("cpu", [tmp_path], fresh=False)
+    found = measure.this_hardware("cpu", [tmp_path], fresh=False)
     assert found.device_is_cpu
     assert found.memory.host > 0
     assert found.memory.nvme
@@ -172,10 +171,10 @@ def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pyte
 def test_a_cache_that_cannot_be_written_or_read_loses_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: MEASURED)
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: MEASURED)
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
-    found = plan_probe.this_hardware("cpu", [], fresh=False)
+    found = measure.this_hardware("cpu", [], fresh=False)
     assert found.rates == MEASURED
     assert "The measurement is not kept for the next time: " in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -183,7 +182,7 @@ def test_a_cache_that_cannot_be_written_or_read_loses_no_measurement(
     kept.parent.mkdir()
     for damage in (kept.mkdir, lambda: kept.rmdir() or kept.write_text("{")):
         damage()
-        assert plan_probe.this_hardware("cpu", [], fresh=False).rates == MEASURED
+        assert measure.this_hardware("cpu", [], fresh=False).rates == MEASURED
     assert "What was measured before is not used: --hardware = " in capsys.readouterr().err
     assert read_hardware(str(kept)).rates == MEASURED
 
@@ -194,18 +193,18 @@ def test_kept_rates_of_a_version_that_measured_less_are_completed(
 ) -> None:
     """They were taken as they were, and forecasts stayed those of work that costs a computation its own time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    here = plan_probe.memory_only("cpu", [tmp_path])
+    here = measure.memory_only("cpu", [tmp_path])
     here = replace(here, memory=replace(here.memory, device=device))
-    monkeypatch.setattr(plan_probe, "memory_only", lambda *_: here)
+    monkeypatch.setattr(measure, "memory_only", lambda *_: here)
     asked: list[Any] = []
-    monkeypatch.setattr(plan_probe, "block_micro_batch", lambda _: int)
-    monkeypatch.setattr(plan_probe, "copies_beside", lambda _: asked.append(0) or 1e-10)
-    monkeypatch.setattr(plan_probe, "updates_beside", lambda _: {"fp32": 2e-11, "compact": 3e-11})
-    monkeypatch.setattr(plan_probe, "drive_beside", lambda *_: DriveBeside(4e-11, 0.5))
+    monkeypatch.setattr(measure, "block_micro_batch", lambda _: int)
+    monkeypatch.setattr(measure, "copies_beside", lambda _: asked.append(0) or 1e-10)
+    monkeypatch.setattr(measure, "updates_beside", lambda _: {"fp32": 2e-11, "compact": 3e-11})
+    monkeypatch.setattr(measure, "drive_beside", lambda *_: DriveBeside(4e-11, 0.5))
     keep(replace(here, rates=KNOWN, of_models={"a model": Computation(1.0, 2.0, 0.5)}))
     complete = replace(KNOWN, holds={**MEASURED.holds, "drive": 4e-11}, nvme_beside=0.5)
     for _ in range(2):
-        found = plan_probe.this_hardware("cpu", [tmp_path], fresh=False)
+        found = measure.this_hardware("cpu", [tmp_path], fresh=False)
         assert found.rates == (complete if device is None else KNOWN)
         assert len(asked) == (1 if device is None else 0)
     kept = read_hardware(str(cache_file(here.identity)))
@@ -217,9 +216,9 @@ def test_kept_rates_of_a_version_that_measured_less_are_completed(
 def test_updates_on_a_device_are_measured_in_their_form(
     form: UpdateForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_probe, "device_form", lambda *_: form)
-    monkeypatch.setattr(plan_computation, "NUM_SAMPLES", 1)
-    rates = plan_probe.device_update_rates(find_device("cpu"), num_params=1 << 16)
+    monkeypatch.setattr(measure, "device_form", lambda *_: form)
+    monkeypatch.setattr(computation, "NUM_SAMPLES", 1)
+    rates = measure.device_update_rates(find_device("cpu"), num_params=1 << 16)
     assert set(rates) == {"fp32", "compact"}
     assert min(rates.values()) > 0
 
@@ -239,7 +238,7 @@ def test_updates_are_launched_with_their_device_as_the_current_one(monkeypatch: 
             yield
             current.pop()
 
-    monkeypatch.setattr(plan_computation, "NUM_SAMPLES", 1)
-    monkeypatch.setattr(plan_probe.ADAM.__class__, "step", lambda *_, **__: seen.extend(current or ["none"]))
-    plan_probe.device_update_rates(Second(), num_params=1 << 10)
+    monkeypatch.setattr(computation, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(measure.ADAM.__class__, "step", lambda *_, **__: seen.extend(current or ["none"]))
+    measure.device_update_rates(Second(), num_params=1 << 10)
     assert seen == ["its stream"] * 4, "of each layout the first one compiles, and the second one is measured"

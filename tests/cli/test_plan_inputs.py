@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_answer import Planner, Question
-from offloadzero.cli.plan_model import ModelSource, read_model
-from offloadzero.cli.plan_report import step_of
+from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.model import ModelSource, read_model
+from offloadzero.cli.plan.report import step_of
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import ModelSource, read_model
+from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES

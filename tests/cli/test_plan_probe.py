@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.cli import plan_computation, plan_probe
-from offloadzero.cli.bench_copy import Case
-from offloadzero.cli.progress import Progress
+from offloadzero.cli.output import Progress
+from offloadzero.cli.plan import computation, measure
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.time_model import Computation, Rates
+from offloadzero.planning.step.rates import Computation, Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -25,7 +24,7 @@ def test_what_a_process_has_is_what_it_has_in_its_first_step() -> None:
     """torch loads its compiler with the first optimizer: 70 MB that a run within its limit was killed for."""
     script = """
 import sys
-from offloadzero.cli.plan_probe import resident_bytes
+from offloadzero.cli.plan.measure import resident_bytes
 loaded = "torch._dynamo" in sys.modules
 found = resident_bytes()
 import torch
@@ -52,28 +51,34 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     def rate_of(_: Any, dtype: torch.dtype) -> Computation:
         return Computation(float(dtype.itemsize), 3.0 * dtype.itemsize, 0.5)
 
-    monkeypatch.setattr(plan_probe, "block_rates", rate_of)
+    monkeypatch.setattr(measure, "block_rates", rate_of)
     for name in ("copy_rate", "device_update_rates", "python_per_use"):
-        monkeypatch.setattr(plan_probe, name, lambda *_: None)
+        monkeypatch.setattr(measure, name, lambda *_: None)
     threads: list[Any] = []
     for name in ("host_update_rates", "landing_rate"):
-        monkeypatch.setattr(plan_probe, name, threads.append)
+        monkeypatch.setattr(measure, name, threads.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     seen: list[Any] = []
 
-    def device_cases(device: Any = None) -> list[tuple[Case, Any]]:
+    def link_rates(device: Any) -> dict[str, float]:
         seen.append(device)
-        return [(Case(kind, "pinned", 0, 8), lambda: None) for kind in ("h2d", "d2h", "both")]
+        return {"h2d": 8.0, "d2h": 9.0}
 
-    monkeypatch.setattr(plan_probe.bench_copy, "device_cases", device_cases)
+    monkeypatch.setattr(measure, "link_rates", link_rates)
     card = Card()
-    found = plan_probe.measure(card, [])
+    found = measure.measure(card, [])
     assert found.flops == {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
     assert found.gradient_flops == {"bf16": 6.0, "fp16": 6.0, "fp32": 12.0}
-    assert (found.h2d or 0) > 0
-    assert (found.d2h or 0) > 0
+    assert (found.h2d, found.d2h) == (8.0, 9.0)
     assert threads == [6, 6], "those of an engine, which leaves cores to the launching thread"
     assert seen == [card], "the link of the device that trains, not of the default one"
+
+
+@pytest.mark.gpu
+def test_both_ways_of_the_link_are_measured() -> None:
+    rates = measure.link_rates(find_device("cuda"))
+    assert set(rates) == {"h2d", "d2h"}
+    assert all(1e9 < rate < 1e12 for rate in rates.values()), rates
 
 
 def test_a_device_that_others_have_filled_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +92,11 @@ def test_a_device_that_others_have_filled_is_not_measured(monkeypatch: pytest.Mo
     def block_rates(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB.")
 
-    monkeypatch.setattr(plan_probe, "block_rates", block_rates)
+    monkeypatch.setattr(measure, "block_rates", block_rates)
     with pytest.raises(
         OffloadError, match=r"H100 has too little free memory to be measured, 1.00 GiB: another"
     ):
-        plan_probe.measure(Card(), [])
+        measure.measure(Card(), [])
 
 
 def test_an_update_on_a_device_is_measured_once_its_kernel_is_compiled(
@@ -105,10 +110,10 @@ def test_an_update_on_a_device_is_measured_once_its_kernel_is_compiled(
         compiled.add(len(buffers))
         time.sleep(0.4 if is_first else 0.001)
 
-    monkeypatch.setattr(plan_computation, "ENOUGH_S", 0.3)
-    monkeypatch.setattr(type(plan_probe.ADAM), "step", update)
+    monkeypatch.setattr(computation, "ENOUGH_S", 0.3)
+    monkeypatch.setattr(type(measure.ADAM), "step", update)
     num_params = 1 << 12
-    rates = plan_probe.device_update_rates(CpuDevice(), num_params=num_params)
+    rates = measure.device_update_rates(CpuDevice(), num_params=num_params)
     assert len(compiled) == 2
     for layout, bytes_per_param in (("fp32", 20), ("compact", 8)):
         assert rates[layout] > bytes_per_param * num_params / 0.1, layout
@@ -124,15 +129,15 @@ def test_two_directories_of_one_drive_are_measured_once(
         row = {"traffic": "read", "roles": ["default"], "gb_per_s": 2.0, "cpu_s_per_gb": 0.5}
         return {"results": {"traffic": [row], "first_write": {"gb_per_s": 1.0}}}
 
-    monkeypatch.setattr(plan_probe.bench_nvme, "measure_paths", measure_paths)
+    monkeypatch.setattr(measure, "measure_paths", measure_paths)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    rates = plan_probe.drive_rates([tmp_path / "a", tmp_path / "b", tmp_path / "c"], time_s=5.0)
+    rates = measure.drive_rates([tmp_path / "a", tmp_path / "b", tmp_path / "c"], time_s=5.0)
     # No row of writes, as where a fast drive has come to the write limit: the first write's rate is taken.
     assert rates == {"nvme_read": 2e9, "nvme_cpu_s_per_byte": 0.5e-9, "nvme_write": 1e9}
     drives = {str(tmp_path / "a"): 1, str(tmp_path / "b"): 2}
-    monkeypatch.setattr(plan_probe, "drive_of", lambda path: drives[str(path)])
-    plan_probe.drive_rates([tmp_path / "a", tmp_path / "b"], time_s=5.0)
+    monkeypatch.setattr(measure, "drive_of", lambda path: drives[str(path)])
+    measure.drive_rates([tmp_path / "a", tmp_path / "b"], time_s=5.0)
     assert measured == [[str(tmp_path / "a")], [str(tmp_path / "a"), str(tmp_path / "b")]]
 
 
@@ -140,22 +145,22 @@ def test_two_directories_of_one_drive_are_measured_once(
 def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_computation, "NUM_SAMPLES", 1)
-    drive = plan_probe.drive_rates
+    monkeypatch.setattr(computation, "NUM_SAMPLES", 1)
+    drive = measure.drive_rates
 
     def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:
         assert time_s > 10
         return drive(paths, time_s=5.0, num_bytes=16 * MIB)
 
-    monkeypatch.setattr(plan_probe, "drive_rates", small_drive)
-    rates = plan_probe.measure(find_device("cpu"), [tmp_path / "made later"])
+    monkeypatch.setattr(measure, "drive_rates", small_drive)
+    rates = measure.measure(find_device("cpu"), [tmp_path / "made later"])
     of_devices = ("h2d", "d2h", "device_update")
     of_ranks = ("collectives", "links", "network", "host_memory", "collective_s")
     for name, value in vars(rates).items():
         assert bool(value) == (name not in (*of_devices, *of_ranks)), name
     assert set(rates.flops) == {"bf16", "fp32"}
     assert set(rates.update) == {"fp32", "compact"}
-    assert plan_probe.measure(find_device("cpu"), ()).nvme_read is None
+    assert measure.measure(find_device("cpu"), ()).nvme_read is None
     assert isinstance(rates, Rates)
     assert list(tmp_path.iterdir()) == []
     assert torch.get_default_dtype() is torch.float32
@@ -169,7 +174,7 @@ def test_the_probe_of_a_process_that_a_launcher_has_started_waits_for_no_ranks(
     """A pod of a job of several has these variables in each shell: with RANK as well `plan` waited for half an hour."""
     monkeypatch.setenv(name, "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert plan_probe.python_per_use(find_device("cpu"), num_blocks=2, num_steps=3) > 0
+    assert measure.python_per_use(find_device("cpu"), num_blocks=2, num_steps=3) > 0
     assert (os.environ[name], os.environ["LOCAL_RANK"]) == ("2", "1")
 
 
@@ -182,9 +187,9 @@ def test_a_busy_machine_is_said_to_seem_slow_at_computing_too(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    monkeypatch.setattr(plan_probe, "block_rates", end)
+    monkeypatch.setattr(measure, "block_rates", end)
     with pytest.raises(KeyboardInterrupt):
-        plan_probe.measure(find_device("cpu"), [])
+        measure.measure(find_device("cpu"), [])
     assert (
         "its computation, its drive and its link will seem slow. Once it is idle, --fresh measures again."
         in (capsys.readouterr().err)
@@ -198,6 +203,6 @@ def test_what_the_probe_itself_has_computed_makes_no_machine_busy(
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for own_s, is_said in ((60.0, False), (1.0, True)):
-        monkeypatch.setattr(plan_probe.time, "process_time", lambda own_s=own_s: own_s)
-        plan_probe._say_if_busy(Progress(1.0), "it")
+        monkeypatch.setattr(measure.time, "process_time", lambda own_s=own_s: own_s)
+        measure._say_if_busy(Progress(1.0), "it")
         assert ("This machine is busy" in capsys.readouterr().err) == is_said

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import ModelSource
+from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.observe.timeline import COMPUTE, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.step_tasks import StepTasks
-from offloadzero.planning.step_work import LaneRates, work_of_step
-from offloadzero.planning.traffic import AFTER, StepTraffic, step_traffic
+from offloadzero.planning.step.work import AFTER, StepTraffic, step_traffic, work_of_step
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from tests.cli.test_plan_model import CONFIGS, PLENTY
@@ -163,8 +161,7 @@ def test_a_step_fetches_in_the_simulated_order(
     )
     planned = plan_model(ModelSource("", models.Stack).on_meta(), load_config(config), available=PLENTY)
     work = work_of_step(planned.records, planned.plan, planned.config, uses=uses_of(planned.cut))
-    by_place = StepTasks(work, LaneRates({}), num_micro)._fetches
-    simulated = [planned.records[unit].index for place in sorted(by_place) for unit in by_place[place]]
+    simulated = [planned.records[unit].index for _, unit in work.fetches(num_micro)]
     log: list[tuple[bool, int]] = []  # whether it is a use, and of which unit
     submit, begin_use = UnitFetches.submit, ResidencyPolicy.begin_use
 

@@ -23,8 +23,8 @@ MAKERS = (
     *("randn", "scalar_tensor", "tensor", "zeros"),
 )
 ON_THE_SCRIPTS = {
-    "planning/activation_trace.py": "a model's forward makes its tensors there, and meets those of the trace",
-    "planning/shapes.py": "its models are made where they are asked for",
+    "planning/model/trace.py": "a model's forward makes its tensors there, and meets those of the trace",
+    "planning/model/shapes.py": "its models are made where they are asked for",
 }
 
 

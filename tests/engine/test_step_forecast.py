@@ -23,12 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import offloadzero
 from offloadzero import step_forecast
 from offloadzero.cli.main import main
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS, PlannedStep
-from offloadzero.planning.hardware import Hardware, model_key
-from offloadzero.planning.kept_rates import cache_file, describe
-from offloadzero.planning.time_model import Computation
+from offloadzero.planning.hardware import Hardware, cache_file, describe, model_key
+from offloadzero.planning.step.rates import Computation
 from tests.cli.test_plan import MACHINE, SHAPE, words
 from tests.observe.test_device_time import Case, timed_engine, train_step
 from tests.support.faults import delays

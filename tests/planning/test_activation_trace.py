@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offloadzero.planning.activation_trace import (
+from offloadzero.planning.model.shapes import ModelShape, read_shape
+from offloadzero.planning.model.trace import (
     CallForm,
     Event,
     MicroBatchTrace,
@@ -21,7 +22,6 @@ from offloadzero.planning.activation_trace import (
     trace_micro_batch,
     trace_of,
 )
-from offloadzero.planning.shapes import ModelShape, read_shape
 from tests.support.models import Stack
 from tests.support.tiny import TinyModel
 

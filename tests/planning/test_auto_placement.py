@@ -28,9 +28,9 @@ from offloadzero.config.schema import (
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.planning.engine_plan import expect_room
 from offloadzero.planning.homes import Placement
+from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
-from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming import activations
 from offloadzero.update.records import Record, make_record

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan_answer import Planner, Question
-from offloadzero.cli.plan_model import read_model
-from offloadzero.cli.plan_report import Forecaster
+from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.model import read_model
+from offloadzero.cli.plan.report import Forecaster
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import share_of
-from offloadzero.planning.time_model import HOST_MEMORY, LINKS, NETWORK, Forecast, Rates, Step, simulated
+from offloadzero.planning.step.forecast import Forecast, Step, simulated
+from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, Rates
 from offloadzero.update.spec import UpdateForm
 from tests.cli.test_plan import MACHINE
 from tests.support.tiny import settings

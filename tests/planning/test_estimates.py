@@ -14,7 +14,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.estimates import Estimate

@@ -13,20 +13,18 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.cli.plan_answer import Planner, Question
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.memory.device import find_device
 from offloadzero.planning import fastest_placement as module
-from offloadzero.planning.fastest_placement import FoundPlacement, fastest_placement, filling_text
+from offloadzero.planning.fastest_placement import FoundPlacement, StepTimer, fastest_placement, filling_text
 from offloadzero.planning.fit import Memory, memory_with, with_keys
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.kept_rates import cache_file, describe
+from offloadzero.planning.hardware import Hardware, cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
-from offloadzero.planning.placement_time import StepTimer
-from offloadzero.planning.time_model import Rates
-from offloadzero.planning.traffic import Uses
+from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.step.work import Uses
 from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm

@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadzero.planning.first_enough import first_enough
+from offloadzero.planning.memory_plan import first_enough
 
 MOVES = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=40

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.planning.lane_simulation import Choice, Queue, Tasks, simulate
+from offloadzero.planning.step.lanes import Choice, Queue, Tasks, simulate
 
 A, B = Queue("a"), Queue("b")
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from offloadzero.planning.activation_trace import CallForm, MicroBatchTrace, trace_call
+from offloadzero.planning.model.trace import CallForm, MicroBatchTrace, trace_call
 
 BATCH, LENGTH, WIDTH = 3, 5, 8
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_answer import Planner, Question
-from offloadzero.cli.plan_model import ModelSource, read_model
+from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.timeline import COMPUTE, D2H, NVME_READ, UPDATE
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.remedies import FASTER, faster
-from offloadzero.planning.time_model import NVME_MIXED, plan_step
+from offloadzero.planning.step.advice import FASTER, faster
+from offloadzero.planning.step.forecast import plan_step
+from offloadzero.planning.step.rates import NVME_MIXED
 from offloadzero.segments import TierName
 from tests.planning.test_time_model import TRACE, step_of
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.cli.plan_model import read_model
-from offloadzero.planning import repeated_trace
-from offloadzero.planning.activation_trace import trace_micro_batch
-from offloadzero.planning.repeated_trace import FEW, trace_blocks
+from offloadzero.cli.plan.model import read_model
+from offloadzero.planning.model import trace
+from offloadzero.planning.model.trace import FEW, trace_blocks, trace_micro_batch
 from tests.support.cases import each_pair
 
 BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
@@ -46,8 +45,8 @@ def test_it_is_the_trace_of_all_blocks(
 @pytest.fixture
 def five_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all blocks are traced time grows with them: five are more than the few, as a dozen are."""
-    assert max(FEW) < 5 < repeated_trace.MIN_BLOCKS
-    monkeypatch.setattr(repeated_trace, "MIN_BLOCKS", 5)
+    assert max(FEW) < 5 < trace.MIN_BLOCKS
+    monkeypatch.setattr(trace, "MIN_BLOCKS", 5)
 
 
 @pytest.mark.usefixtures("five_are_many")

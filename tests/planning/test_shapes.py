@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offloadzero.errors import ConfigError
-from offloadzero.planning.shapes import GPT, LLAMA, PUBLISHED, ModelShape, read_shape, shape_of_size
+from offloadzero.planning.model.shapes import GPT, LLAMA, PUBLISHED, ModelShape, read_shape, shape_of_size
 
 
 def shape(text: str) -> ModelShape:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
@@ -26,9 +26,10 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.simulated_step import SimulatedStep, simulate_step
-from offloadzero.planning.step_work import LaneRates, StepWork, UnitUse, UnitWork, work_of_step
-from offloadzero.planning.time_model import Rates, Step, forecast, plan_step, simulated
+from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
+from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.step.simulation import LaneRates, SimulatedStep, simulate_step
+from offloadzero.planning.step.work import StepWork, UnitUse, UnitWork, work_of_step
 from offloadzero.segments import TierName
 from tests.planning.test_time_model import KNOWN, TRACE
 from tests.support.tiny import settings

@@ -9,13 +9,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.planning import step_fetches
-from offloadzero.planning.step_fetches import (
-    StartedFetch,
-    UseOfUnit,
-    fetches_in_order,
-    uses_of_micro_batch,
-)
+from offloadzero.planning.step import fetches
+from offloadzero.planning.step.fetches import StartedFetch, UseOfUnit, fetches_in_order, uses_of_micro_batch
 from offloadzero.schedule import prefetch
 
 
@@ -105,7 +100,7 @@ def test_many_micro_batches_are_not_gone_through_one_by_one(monkeypatch: pytest.
         planned.append(None)
         return prefetch.plan_prefetch(*given, **keys)
 
-    monkeypatch.setattr(step_fetches, "plan_prefetch", plan_prefetch)
+    monkeypatch.setattr(fetches, "plan_prefetch", plan_prefetch)
     uses = there_and_back(20)
     for num_micro in (20, 2000):
         assert fetches_in_order(uses, dict.fromkeys(range(20), 10), arena_bytes=50, times=num_micro)

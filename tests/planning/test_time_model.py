@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.bound import CORES
+from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
     COMPUTE,
     D2H,
@@ -25,23 +26,19 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.activation_trace import MicroBatchTrace
-from offloadzero.planning.remedies import FASTER
-from offloadzero.planning.simulated_step import SimulatedStep
-from offloadzero.planning.time_model import (
-    COPY,
-    DRIVE,
-    NVME_MIXED,
+from offloadzero.planning.model.trace import MicroBatchTrace
+from offloadzero.planning.step.advice import FASTER
+from offloadzero.planning.step.forecast import (
     OVERLAP,
-    PYTHON,
     Forecast,
-    Rates,
     Step,
     compute_seconds,
     forecast,
     forecast_run,
 )
-from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
+from offloadzero.planning.step.rates import COPY, DRIVE, NVME_MIXED, Rates
+from offloadzero.planning.step.simulation import SimulatedStep
+from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
 from offloadzero.segments import TierName
 from tests.support.tiny import settings
 

@@ -21,7 +21,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.cli.plan_model import read_model
+from offloadzero.cli.plan.model import read_model
 from offloadzero.config import UnitConfig, load_config
 from offloadzero.errors import StateError
 from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes

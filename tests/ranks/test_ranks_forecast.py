@@ -18,7 +18,7 @@ from torch import Tensor
 import offloadzero
 from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS
-from offloadzero.planning.kept_rates import cache_file, describe, kept_share
+from offloadzero.planning.hardware import cache_file, describe, kept_share
 from tests.cli.test_plan import MACHINE
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyModel, tokens

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import ModelSource
+from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, WAIT
 from offloadzero.planned_model import plan_model, uses_of
-from offloadzero.planning.collective_traffic import OF_TENSORS, ORDERS
-from offloadzero.planning.traffic import StepTraffic, step_traffic
+from offloadzero.planning.step.work import OF_TENSORS, ORDERS, StepTraffic, step_traffic
 from tests.cli.test_plan_model import PLENTY
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyModel, tokens

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadzero.errors import StateError
-from offloadzero.planning import memory_plan
+from offloadzero.planning.inputs import INPUTS_AHEAD
 from offloadzero.segments import TierName
 from offloadzero.streaming import activations
 from tests.streaming.checkpointed import TIERS, config_with, features, loop, make_engine
@@ -71,7 +71,7 @@ def test_what_is_on_the_device_between_forward_and_backward(tier: str, tmp_path:
         engine.optimizer.runtime.activations._ended.release(wait=True)
         left = {storage._cdata for reference in inputs if (storage := reference()) is not None}
         # Those that came back lay in a few buffers, which stay.
-        assert len(left) <= (0 if tier == "device" else 1 + memory_plan.INPUTS_AHEAD[TierName(tier)])
+        assert len(left) <= (0 if tier == "device" else 1 + INPUTS_AHEAD[TierName(tier)])
         engine.step()
     engine.close()
 

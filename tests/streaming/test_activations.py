@@ -18,7 +18,7 @@ import offloadzero
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning import memory_plan
+from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.segments import TierName
 from offloadzero.streaming import activation_homes, activations, hooks
 from offloadzero.torch_private import top_saved_tensors_default_hooks
@@ -162,7 +162,7 @@ def test_lengths_that_change(tier: str, tmp_path: Path) -> None:
     largest = -(-511 * WIDTH * 2 // 4096) * 4096
     taken = {name: reserved[-1][name] - reserved[0][name] for name in reserved[0]}
     # How many have come back at once depends on the time that fetches take.
-    num_present = 0 if tier == "device" else 1 + memory_plan.INPUTS_AHEAD[TierName(tier)]
+    num_present = 0 if tier == "device" else 1 + INPUTS_AHEAD[TierName(tier)]
     assert taken.pop("device") <= num_present * largest
     assert taken == {name: reserved[6][name] - reserved[0][name] for name in taken}
     if tier == "host":
@@ -213,12 +213,10 @@ def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -
     engine.close()
     engine = engine_with(host=needed["host"])
     large = torch.cat([features(0)] * 16)
-    for _ in range(memory_plan.NUM_INPUT_STAGING):
+    for _ in range(NUM_INPUT_STAGING):
         with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
             engine(large)
-    assert (
-        engine.optimizer.runtime.activations._home.sender._staging.num_free == memory_plan.NUM_INPUT_STAGING
-    )
+    assert engine.optimizer.runtime.activations._home.sender._staging.num_free == NUM_INPUT_STAGING
     assert loop(engine) == losses
     assert engine.reserved_bytes() == needed
     engine.close()

@@ -11,8 +11,8 @@ import pytest
 
 from offloadzero.memory.arena import ALIGN_BYTES, Lease, align_up
 from offloadzero.observe.timeline import H2D
-from offloadzero.planning.step_fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
-from offloadzero.planning.traffic import BACKWARD, FORWARD
+from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
+from offloadzero.planning.step.work import BACKWARD, FORWARD
 from offloadzero.schedule import prefetch
 from offloadzero.schedule.prefetch import eviction_order
 from offloadzero.streaming.leased_unit import HOME

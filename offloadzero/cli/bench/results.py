@@ -1,0 +1,282 @@
+"""The samples of `bench nvme` as medians, a config block, a sentence and a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offloadzero.cli.bench.points import (
+    STATE_BYTES_PER_PARAM,
+    Point,
+    Traffic,
+    medians_by_point,
+    ranked,
+    recommend,
+    reference_point,
+    step_seconds,
+)
+from offloadzero.cli.bench.traffic import Sample
+from offloadzero.cli.output import size_text, text_table
+from offloadzero.observe.texts import duration_text
+from offloadzero.planning.machine import MEMORY_FILESYSTEMS
+
+FORMAT = "offloadzero.bench.nvme"
+FORMAT_VERSION = 1
+SWEEP_PHASES = ("coarse", "refine", "confirm")
+STEP_TIME_S = 10.0
+
+Row = dict[str, Any]
+
+
+# --- From samples to numbers ---
+
+
+def of_sweep(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
+    """Return the samples of the sweep."""
+    return [sample for sample in samples if sample.traffic == traffic and sample.phase in SWEEP_PHASES]
+
+
+def medians(samples: Sequence[Sample], traffic: Traffic) -> dict[Point, float]:
+    """Return the bytes per second of each point that decides."""
+    return medians_by_point((sample.point, sample.bytes_per_s) for sample in _deciding(samples, traffic))
+
+
+def _deciding(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
+    """Return the samples of the confirmation, as the sweep's may be lucky; without any, the sweep's."""
+    swept = of_sweep(samples, traffic)
+    return [sample for sample in swept if sample.phase == "confirm"] or swept
+
+
+def chosen_point(samples: Sequence[Sample], backends: Sequence[str]) -> Point:
+    """Return the setting to recommend: the best for mixed traffic, or for another where there is none."""
+    for traffic in (Traffic.MIXED, Traffic.READ, Traffic.WRITE):
+        rates = medians(samples, traffic)
+        if rates:
+            return recommend(rates, backends)
+    return reference_point(backends[0])
+
+
+def conclude(result: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the parts of the result that follow from the samples: results, meaning, config."""
+    backends = [name for name, word in result["backends"].items() if word == "available"]
+    chosen, reference = chosen_point(samples, backends), reference_point(backends[0])
+    sustained = _long_write(samples, "sustained")
+    return {
+        "results": {
+            "traffic": [row for kind in Traffic for row in _traffic_rows(samples, kind, chosen, reference)],
+            "first_write": _long_write(samples, "fill"),
+            "sustained_write": sustained,
+            "striping": _striping_rows(samples),
+        },
+        "config": config_block(chosen, backends),
+        "meaning": _meaning(medians(samples, Traffic.MIXED).get(chosen), sustained, result["paths"]),
+    }
+
+
+def config_block(point: Point, backends: Sequence[str]) -> dict[str, Any]:
+    """Return the keys for `offloadzero.initialize`; the backend only where it is not AUTO's choice."""
+    block: dict[str, Any] = {
+        "aio": {
+            "block_size": point.block_size,
+            "queue_depth": -(-point.queue_depth // point.num_threads),  # the key is for each thread
+            "intra_op_parallelism": point.num_threads,
+        }
+    }
+    if point.backend != backends[0]:
+        block["offloadzero"] = {"aio": {"backend": point.backend}}
+    return block
+
+
+def _traffic_rows(samples: Sequence[Sample], traffic: Traffic, chosen: Point, reference: Point) -> list[Row]:
+    rates = medians(samples, traffic)
+    roles: dict[Point, list[str]] = {}
+    for role, points in (("best", ranked(rates)[:1]), ("config", [chosen]), ("default", [reference])):
+        for point in points:
+            roles.setdefault(point, []).append(role)
+    rows = []
+    for point, names in roles.items():
+        group = [sample for sample in _deciding(samples, traffic) if sample.point == point]
+        group = group or [sample for sample in of_sweep(samples, traffic) if sample.point == point]
+        if group:
+            rows.append({"traffic": traffic.value, "roles": names, **_summary(group)})
+    return rows
+
+
+def _summary(group: Sequence[Sample]) -> Row:
+    """Return the medians over the samples of one point and one kind of traffic."""
+    rates = [sample.bytes_per_s / 1e9 for sample in group]
+    return {
+        "point": group[0].point.to_json(),
+        "direct": all(sample.direct for sample in group),
+        "num_samples": len(group),
+        "gb_per_s": statistics.median(rates),
+        "gb_per_s_min": min(rates),
+        "gb_per_s_max": max(rates),
+        "operation_bytes": group[0].operation_bytes,
+        "latency_p50_s": statistics.median(sample.latency_p50_s for sample in group),
+        "latency_p99_s": statistics.median(sample.latency_p99_s for sample in group),
+        "cpu_s_per_gb": statistics.median(sample.cpu_s_per_gb for sample in group),
+    }
+
+
+def _long_write(samples: Sequence[Sample], phase: str) -> Row | None:
+    """Return the rate in the first fifth of the time and in the second half: bytes over time."""
+    found = [sample for sample in samples if sample.phase == phase]
+    if not found:
+        return None
+    sample, timeline = found[-1], found[-1].timeline
+    has_parts = len(timeline) >= 10 and sample.direct
+    rate = sample.bytes_per_s / 1e9
+    return {
+        "point": sample.point.to_json(),
+        "seconds": sample.seconds,
+        "bytes_written": sample.bytes_written,
+        "gb_per_s": rate,
+        "burst_gb_per_s": _rate(timeline, 0, len(timeline) // 5) if has_parts else None,
+        "sustained_gb_per_s": _rate(timeline, len(timeline) // 2, None) if has_parts else rate,
+        "sync_s": sample.sync_s,
+    }
+
+
+def _rate(timeline: Sequence[tuple[float, int]], first: int, last: int | None) -> float:
+    """Return the GB/s in the intervals [first, last)."""
+    begin_s = timeline[first - 1][0] if first else 0.0
+    part = timeline[first:last]
+    return sum(num_bytes for _, num_bytes in part) / (part[-1][0] - begin_s) / 1e9
+
+
+def _striping_rows(samples: Sequence[Sample]) -> list[Row]:
+    groups: dict[tuple[str, tuple[int, ...]], list[Sample]] = {}
+    for sample in samples:
+        if sample.phase == "scaling":
+            groups.setdefault((sample.traffic, sample.paths), []).append(sample)
+    return [
+        {"traffic": traffic, "paths": list(paths), **_summary(group)}
+        for (traffic, paths), group in sorted(groups.items())
+    ]
+
+
+def _meaning(
+    mixed_bps: float | None, sustained: Row | None, paths: Sequence[Mapping[str, Any]]
+) -> Row | None:
+    if mixed_bps is None:
+        return None
+    write_bps = sustained["sustained_gb_per_s"] * 1e9 if sustained else None
+    billion_s = step_seconds(1e9, mixed_bps=mixed_bps, sustained_write_bps=write_bps)
+    num_params = STEP_TIME_S / billion_s * 1e9
+    what = "this drive sustains" if len(paths) == 1 else f"these {len(paths)} paths together sustain"
+    return {
+        "mixed_gb_per_s": mixed_bps / 1e9,
+        "sustained_write_gb_per_s": write_bps / 1e9 if write_bps else None,
+        "step_s": STEP_TIME_S,
+        "num_params": num_params,
+        "step_s_per_billion_params": billion_s,
+        "capacity_params": sum(path["free_bytes"] for path in paths) / STATE_BYTES_PER_PARAM,
+        "text": f"{what} the optimizer states of {num_params / 1e9:.3g} billion parameters at "
+        f"{STEP_TIME_S:g} seconds per step",
+    }
+
+
+# --- From numbers to text ---
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Return the result as text."""
+    results = result["results"]
+    lines = [*_heading(result), "", *_traffic_table(results["traffic"])]
+    lines += ["", *_write_lines(results)]
+    if results["striping"]:
+        lines += ["", *_striping_table(results["striping"], result["arguments"]["paths"])]
+    if result["notes"]:
+        lines += ["", *(f"note: {note}" for note in result["notes"])]
+    lines += ["", *_meaning_lines(result["meaning"])]
+    return [*lines, "", "For the configuration:", "", *json.dumps(result["config"], indent=2).splitlines()]
+
+
+def _heading(result: Mapping[str, Any]) -> list[str]:
+    machine = result["machine"]
+    lines = []
+    for path, direct in zip(result["paths"], result["direct"], strict=True):
+        device = path["device"]
+        words = [path["filesystem"] or "unknown filesystem"]
+        if device:
+            words.append(" ".join(filter(None, (device["name"], device["model"]))))
+        lines.append(f"{path['path']}: {', '.join(words)}; {_direct_words(path, direct)}")
+    memory = size_text(machine["memory_bytes"]) if machine["memory_bytes"] else "unknown memory"
+    virtual = ", virtual machine" if machine["is_virtual_machine"] else ""
+    lines.append(f"{machine['cpu']}, {machine['num_cores']} cores, {memory}, {machine['kernel']}{virtual}")
+    unavailable = [f"{name} ({word})" for name, word in result["backends"].items() if word != "available"]
+    if unavailable:
+        lines.append(f"not available: {', '.join(unavailable)}")
+    written = size_text(result["bytes_written"])
+    lines.append(f"{result['duration_s']:.0f} s, {len(result['samples'])} samples, {written} written")
+    return lines
+
+
+def _direct_words(path: Mapping[str, Any], direct: str) -> str:
+    if path["filesystem"] in MEMORY_FILESYSTEMS:  # newer kernels accept O_DIRECT there, too
+        return "in memory: no drive is measured"
+    if direct == "O_DIRECT":
+        return "O_DIRECT, past the page cache"
+    return f"no O_DIRECT ({direct}): through the page cache, which is dropped before and written out within"
+
+
+def _traffic_table(rows: Sequence[Row]) -> list[str]:
+    header = ["traffic", "setting", "backend", "block", "depth", "threads", "GB/s", "min-max"]
+    header += ["operation", "p50", "p99", "CPU s/GB", "n"]
+    body = [
+        [
+            *(row["traffic"], " = ".join(row["roles"]), row["point"]["backend"]),
+            *(size_text(row["point"]["block_size"]), str(row["point"]["queue_depth"])),
+            *(str(row["point"]["num_threads"]), f"{row['gb_per_s']:.2f}"),
+            f"{row['gb_per_s_min']:.2f}-{row['gb_per_s_max']:.2f}",
+            *(size_text(row["operation_bytes"]), duration_text(row["latency_p50_s"])),
+            *(duration_text(row["latency_p99_s"]), f"{row['cpu_s_per_gb']:.3f}", str(row["num_samples"])),
+        ]
+        for row in rows
+    ]
+    return text_table(header, body, num_left=3)
+
+
+def _write_lines(results: Mapping[str, Any]) -> list[str]:
+    lines = []
+    first, sustained = results["first_write"], results["sustained_write"]
+    if first:
+        lines.append(
+            f"first write of the file: {first['gb_per_s']:.2f} GB/s over {size_text(first['bytes_written'])}"
+        )
+    if sustained:
+        burst = f"{sustained['burst_gb_per_s']:.2f} GB/s at first, " if sustained["burst_gb_per_s"] else ""
+        sync = f", fdatasync {duration_text(sustained['sync_s'])}" if sustained["sync_s"] is not None else ""
+        lines.append(
+            f"sustained write: {burst}{sustained['sustained_gb_per_s']:.2f} GB/s in the end, after "
+            f"{size_text(sustained['bytes_written'])} in {sustained['seconds']:.1f} s{sync}"
+        )
+    return lines
+
+
+def _striping_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    alone: dict[str, float] = {}
+    for row in rows:
+        if len(row["paths"]) == 1:
+            alone[row["traffic"]] = alone.get(row["traffic"], 0.0) + row["gb_per_s"]
+    body = []
+    for row in rows:
+        is_all = len(row["paths"]) > 1
+        share = f"{row['gb_per_s'] / alone[row['traffic']]:.2f}" if is_all and row["traffic"] in alone else ""
+        name = "all together" if is_all else names[row["paths"][0]]
+        body.append([row["traffic"], name, f"{row['gb_per_s']:.2f}", share, str(row["num_samples"])])
+    return text_table(("traffic", "path", "GB/s", "of the sum", "n"), body, num_left=2)
+
+
+def _meaning_lines(meaning: Row | None) -> list[str]:
+    if meaning is None:
+        return ["mixed traffic was not measured: give more --time or a higher --write-limit"]
+    per_billion_s, capacity = meaning["step_s_per_billion_params"], meaning["capacity_params"] / 1e9
+    times = ", ".join(f"{count} billion {duration_text(count * per_billion_s)}" for count in (1, 7, 13, 70))
+    return [
+        f"{meaning['text'][0].upper()}{meaning['text'][1:]}.",
+        f"(Files alone, per step: {times}; the free space holds {capacity:.3g} billion.)",
+    ]

@@ -1,0 +1,544 @@
+"""The report of `offloadzero plan`: the answer as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offloadzero.cli.output import size_text, text_table
+from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.observe.bound import CORES
+from offloadzero.observe.texts import duration_text
+from offloadzero.observe.timeline import COLLECTIVES, COMPUTE
+from offloadzero.planned_model import uses_of
+from offloadzero.planning.cluster import Cluster, on_cluster
+from offloadzero.planning.fit import Change, Source, needed, with_keys
+from offloadzero.planning.hardware import Hardware, share_of
+from offloadzero.planning.homes import idle_rules
+from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.planning.rank_bytes import STAGES, efficiency_unoverlapped, state_bytes
+from offloadzero.planning.step.advice import faster, other_settings
+from offloadzero.planning.step.forecast import (
+    Forecast,
+    Run,
+    Step,
+    faster_in_fp32,
+    forecast_run,
+    plan_step,
+)
+from offloadzero.segments import TierName
+
+LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The bytes of one rank if ZeRO's stage were this one, beside the formula of ZeRO's paper.
+
+    `tiers` is None where the engine refuses the stage: `refusal`. `states` are those of parameters, gradients and
+    optimizer states, buffers left out. `forecast` is None where none is asked for, or where it `does_not_fit`.
+    """
+
+    stage: int
+    formula: int
+    tiers: Mapping[TierName, int] | None
+    states: int = 0
+    refusal: str = ""
+    does_not_fit: bool = False
+    forecast: Forecast | None = None
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """The operations of a step for each byte on a lane, and the share of computing if the lane did not overlap."""
+
+    flops_per_byte: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """An answer with its forecast. `answer` is None where the configuration's budgets leave no plan: `refusal`."""
+
+    model: str
+    refusal: str
+    answer: Answer | None
+    change: Change | None  # None: it fits
+    step: Step | None
+    forecast: Forecast | None  # None: not asked for
+    run: Run | None
+    hardware: Hardware
+    num_tokens: int | None
+    num_ranks: int = 1
+    num_local_ranks: int = 1
+    stages: tuple[StageBytes, ...] = ()  # of several ranks
+    cluster: Cluster | None = None  # whose ranks they are
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can start without a change."""
+        return self.change is None
+
+    # --- for people ---
+
+    def plan_lines(self) -> list[str]:
+        """Return those about the plan, which is known before a change is searched for."""
+        lines = list(self._memory_lines()) if self.answer is not None else [self.refusal]
+        if self.stages:
+            lines += ["", *self._stage_lines()]
+        return lines
+
+    def answer_lines(self) -> list[str]:
+        """Return the others."""
+        lines = ["", *self.verdict_lines()]
+        if self.forecast is not None:
+            lanes = text_table(LANE_HEADER, self.lane_rows(self.forecast))
+            lines += ["", self.time_line(), *self.simulation_lines(), *lanes, *self.advice_lines()]
+        return lines
+
+    def head_line(self) -> str:
+        """Return the model in one line."""
+        if self.answer is None:
+            return self.model
+        planned = self.answer.planned
+        units = "1 unit" if len(planned.records) == 1 else f"{len(planned.records)} units"
+        return (
+            f"{self.model} ({planned.class_name}): {count_text(planned.num_parameters)} parameters in "
+            f"{units}, {planned.spec.name}, {planned.config.state_layout} layout of the states"
+        )
+
+    def rank_line(self) -> str:
+        """Return whose bytes and lanes these are, of several ranks."""
+        text = f"One of {self.num_ranks:,} ranks"
+        if self.cluster is not None:
+            num_machines = self.num_ranks // self.num_local_ranks
+            text += f", {self.num_local_ranks} on each of {num_machines:,} machines: {self.hardware.device}"
+        return text
+
+    def _memory_lines(self) -> Iterator[str]:
+        answer = self.answer
+        if answer is None:
+            return
+        planned, beside = answer.planned, answer.beside
+        yield self.head_line()
+        if self.num_ranks > 1:
+            yield self.rank_line()
+        yield from ("", planned.plan.table(), "", "Beside the plan:")
+        of_trace = "not counted" if answer.trace is None else format_bytes(answer.trace.peak_bytes)
+        yield f"    {'activations':<28}{of_trace:>12}"
+        for what, num_bytes in (
+            ("holes in the heap", beside.holes),
+            ("files in memory", beside.files),
+            ("building under zero.Init", beside.waiting),
+            ("buffers of the model", planned.buffer_bytes),
+            ("Python and torch", self.hardware.process_bytes),
+        ):
+            if num_bytes or what == "Python and torch":
+                yield f"    {what:<28}{format_bytes(num_bytes):>12}"
+        yield ""
+        rows = [
+            [tier.value, format_bytes(num_bytes), format_bytes(getattr(answer.memory, tier.value) or 0)]
+            for tier, num_bytes in answer.needed.items()
+            if num_bytes
+        ]
+        yield from text_table(["in all", "needed", "available"], rows)
+        yield from self.memory_notes()
+
+    def memory_notes(self) -> Iterator[str]:
+        """Yield sentences about the bytes."""
+        answer = self.answer
+        if answer is None:
+            return
+        if answer.memory.device is None:
+            yield "The CPU is the device: what is needed there is a part of the host's."
+        wanted = answer.planned.config.device
+        if wanted is not None and (wanted == "cpu") != (answer.memory.device is None):
+            yield (
+                f"The configuration has offloadzero.device = {wanted}; this is the plan for the device of --hardware, "
+                f"{self.hardware.device or 'the CPU'}."
+            )
+        yield from building_notes(answer)
+        yield from answer.planned.plan.choice
+        yield from idle_rules(answer.planned.records, answer.planned.config)
+        config, trace = answer.planned.config, answer.trace
+        is_by_bytes = config.placement.auto and config.placement_tokens is None
+        if is_by_bytes and trace is not None and self.num_ranks == 1:
+            yield (
+                f"auto goes by bytes: offloadzero.placement_tokens = {trace.num_tokens} lets it go by the time of a "
+                "step."
+            )
+
+    def _stage_lines(self) -> Iterator[str]:
+        yield f"One of {self.num_ranks:,} ranks, by stage of ZeRO:"
+        yield from text_table(*self.stage_table())
+        yield from self.stage_notes()
+
+    def stage_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return header and rows of the bytes of one rank by stage, and of the step's time where it is forecast."""
+        rows = []
+        has_times = any(found.forecast is not None for found in self.stages)
+        for found in self.stages:
+            tiers = ["refused"] * len(TierName)
+            if found.tiers is not None:
+                tiers = [format_bytes(found.tiers[tier]) for tier in TierName]
+            states = "" if found.tiers is None else format_bytes(found.states)
+            times = _stage_times(found) if has_times else []
+            rows.append([str(found.stage), *tiers, states, format_bytes(found.formula), *times])
+        header = ["stage", *(tier.value for tier in TierName), "of it states", "ZeRO's formula"]
+        return [*header, *(("step", "longest lane") if has_times else ())], rows
+
+    def stage_notes(self) -> Iterator[str]:
+        """Yield a sentence for each stage that the engine refuses."""
+        for found in self.stages:
+            if found.refusal:
+                yield f"Stage {found.stage} is refused: {found.refusal}"
+
+    def verdict_lines(self) -> Iterator[str]:
+        """Yield sentences on whether it fits, and on what would."""
+        answer = self.answer
+        if answer is not None and answer.trace is None:
+            yield f"Activations are not counted: {answer.untraced.rstrip('.')}."
+        if self.change is None:
+            yield "It fits."
+            return
+        if answer is not None:
+            short = ", ".join(
+                f"{tier.value} {format_bytes(size)}" for tier, size in answer.verdict.short.items()
+            )
+            yield f"It does not fit: {short} short."
+        yield f"The smallest change with which it fits: {self.change.text()}"
+
+    def time_line(self) -> str:
+        """Return the forecast in a sentence, or the reason why there is none; empty where none is asked for."""
+        found = self.forecast
+        if found is None:
+            return ""
+        if found.seconds is None or found.bound_s is None or found.alone_s is None:
+            what = ", ".join(found.unknown) or "anything that moves"
+            why = f" ({self.answer.unknown})" if self.answer is not None and self.answer.unknown else ""
+            if COLLECTIVES in found.unknown:
+                why += "; --hardware takes the description of a cluster, which has the rates between ranks"
+            return f"The step's time is not forecast: no rate or no count of {what}{why}."
+        text = (
+            f"A step takes {time_text(found.seconds)} (forecast; {time_text(found.bound_s)} if all of it "
+            f"overlapped, {time_text(found.alone_s)} if nothing did): {rate_text(found.tokens_per_s or 0.0)} tokens/s"
+        )
+        if self.num_ranks == 1:
+            return text
+        each = "" if self.tflops is None else f", {rate_text(self.tflops)} TFLOPS on each device"
+        return f"{text} of {self.num_ranks:,} ranks{each}"
+
+    @property
+    def tflops(self) -> float | None:
+        """The operations per second, in units of 10^12, of a device over a whole step; recomputations count."""
+        found, step = self.forecast, self.step
+        if found is None or found.seconds is None or step is None or step.trace is None:
+            return None
+        return step.num_micro * step.trace.flops / found.seconds / 1e12
+
+    def left_out(self) -> list[str]:
+        """Return what the forecast leaves out."""
+        found = [] if self.cluster is None else [*self.cluster.left_out()]
+        if self.answer is not None and self.step is not None:
+            moved, config = self.step.traffic.lanes, self.answer.planned.config
+            found += other_settings(config, moved, device_is_cpu=self.hardware.device_is_cpu)
+        return found
+
+    def simulation_lines(self) -> Iterator[str]:
+        """Yield a sentence about the simulated step, if there is one."""
+        found = self.forecast.simulated if self.forecast is not None else None
+        if found is None:
+            return
+        chain = sorted(found.critical_s.items(), key=lambda part: -part[1])
+        parts = ", ".join(f"{lane} {time_text(s)}" for lane, s in chain if s >= 0.005 * found.seconds)
+        yield f"Simulated unit by unit, with its leases and buffers, it takes {time_text(found.seconds)}: {parts}."
+
+    def advice_lines(self) -> Iterator[str]:
+        """Yield sentences about what would make the step faster, and about the run."""
+        found = self.forecast
+        if found is None:
+            return
+        if found.waits_for is not None and self.step is not None:
+            yield f"What would make it faster: {': '.join(faster(found.waits_for, self.step))}."
+            if found.waits_for_next is not None:
+                lane, share = found.waits_for_next
+                yield f"{share:.0%} of the simulated step waits for {lane}: {faster(lane, self.step)[1]}."
+            if self.hardware.device_is_cpu:
+                yield from faster_in_fp32(self.step, self.hardware.rates)
+            if self.left_out():
+                yield f"Not in it: {'; '.join(self.left_out())}."
+        if self.run is not None:
+            days = "" if self.run.days is None else f" {self.run.days:,.1f} days,"
+            years = (
+                ""
+                if self.run.drive_years is None
+                else f"; the drives last {years_text(self.run.drive_years)} of it"
+            )
+            yield (
+                f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps,{days} "
+                f"{size_text(self.run.written_bytes)} written to the drives{years}"
+            )
+
+    def lane_rows(self, found: Forecast) -> list[list[str]]:
+        """Return the lanes of the forecast in the columns of LANE_HEADER, the longest first."""
+        moved = self.step.traffic.lanes if self.step is not None else {}
+        of_bytes = intensities(self.step, found) if self.step is not None else {}
+
+        def row(name: str, seconds: Mapping[str, float], indent: str = "") -> list[str]:
+            size = size_text(moved[name]) if name in moved else ""
+            known, ratio = time_text(seconds[name]) if name in seconds else "", of_bytes.get(name)
+            cells = (
+                ["", ""]
+                if ratio is None
+                else [f"{ratio.flops_per_byte:,.0f}", f"{100 * ratio.efficiency:.1f} %"]
+            )
+            return [indent + name, size, known, *cells]
+
+        rows = []
+        for name in _longest_first(
+            {**dict.fromkeys(moved.keys() - found.parts_s.keys(), 0.0), **found.lanes_s}
+        ):
+            rows.append(row(name, found.lanes_s))
+            if name == CORES:  # the work that shares them
+                rows += [row(part, found.parts_s, "  ") for part in _longest_first(found.parts_s)]
+        return rows
+
+    # --- for programs ---
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole report as JSON."""
+        answer = self.answer
+        found = asdict(self.forecast) if self.forecast is not None else {}
+        simulation = found.pop("simulated", None)
+        return {
+            "model": self.model,
+            "fits": self.fits,
+            "refusal": self.refusal or None,
+            "change": self.change
+            and {
+                "keys": dict(self.change.keys),
+                "more_bytes": {t.value: b for t, b in self.change.more.items()},
+            },
+            **({} if answer is None else _answer_json(answer)),
+            "forecast": self.forecast and {**found, "tokens_per_s": self.forecast.tokens_per_s},
+            "simulated": simulation,
+            "intensity": {
+                name: asdict(found) for name, found in intensities(self.step, self.forecast).items()
+            }
+            if self.step is not None and self.forecast is not None
+            else None,
+            "ranks": self.num_ranks,
+            "local_ranks": self.num_local_ranks,
+            "tflops_of_device": self.tflops,
+            "left_out": self.left_out(),
+            "cluster": self.cluster and dict(self.cluster.described),
+            "stages": [_stage_json(found) for found in self.stages],
+            "traffic": self.step
+            and {phase: dict(lanes) for phase, lanes in self.step.traffic.by_phase.items()},
+            "run": self.run and asdict(self.run),
+            "hardware": self.hardware.to_json(),
+        }
+
+
+def count_text(count: int) -> str:
+    """Return a number of parameters."""
+    return f"{count / 1e9:,.3f} billion" if count >= 1e8 else f"{count:,}"
+
+
+def time_text(seconds: float) -> str:
+    """Return the time of a step, long ones in whole seconds."""
+    return duration_text(seconds) if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def years_text(years: float) -> str:
+    """Return years, or the days of less than one: 2.5 years, 12.0 days."""
+    return f"{years:,.1f} years" if years >= 1 else f"{years * 365.25:,.1f} days"
+
+
+def rate_text(rate: float) -> str:
+    """Return a rate with three digits."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _longest_first(seconds: Mapping[str, float]) -> list[str]:
+    return sorted(seconds, key=lambda name: (-seconds[name], name))
+
+
+def _stage_times(found: StageBytes) -> list[str]:
+    if found.tiers is None:
+        return ["", ""]
+    if found.forecast is None or found.forecast.seconds is None:
+        return ["does not fit" if found.does_not_fit else "", ""]
+    return [time_text(found.forecast.seconds), found.forecast.lane or ""]
+
+
+def _stage_json(found: StageBytes) -> dict[str, Any]:
+    tiers = found.tiers
+    return {**asdict(found), "tiers": tiers and {tier.value: size for tier, size in tiers.items()}}
+
+
+def intensities(step: Step, found: Forecast) -> dict[str, Intensity]:
+    """Give them by lane, where bytes, operations and both rates are known: [Note: efficiency by bandwidth]."""
+    seconds = {**found.lanes_s, **found.parts_s}
+    compute_s = seconds.get(COMPUTE)
+    if step.trace is None or step.trace.uncounted or not compute_s:
+        return {}
+    flops = step.num_micro * step.trace.flops
+    known: dict[str, Intensity] = {}
+    for name, num_bytes in step.traffic.lanes.items():
+        if num_bytes and seconds.get(name):
+            per_byte = flops / num_bytes
+            share = efficiency_unoverlapped(
+                per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s
+            )
+            known[name] = Intensity(per_byte, share)
+    return known
+
+
+def _answer_json(answer: Answer) -> dict[str, Any]:
+    planned = answer.planned
+    tiers = needed(planned.plan, answer.beside, answer.memory)
+    return {
+        "model_class": planned.class_name,
+        "num_parameters": planned.num_parameters,
+        "num_trainable": planned.num_trainable,
+        "units": [
+            {"name": r.name, "num_parameters": r.num_params, "bytes": r.param_bytes} for r in planned.records
+        ],
+        "plan": [
+            {"tier": line.tier.value, "what": line.what, "bytes": line.num_bytes}
+            for line in planned.plan.lines
+        ],
+        "beside": asdict(answer.beside),
+        "nvme_with_zero_init": answer.waiting_bytes or None,
+        "host_without_zero_init": answer.whole_bytes,
+        "needed": {tier.value: num_bytes for tier, num_bytes in tiers.items()},
+        "short": {tier.value: num_bytes for tier, num_bytes in answer.verdict.short.items()},
+        "micro_batch": answer.micro_batch,
+        "micro_batch_trace": answer.trace and asdict(answer.trace),
+        "not_traced": answer.untraced or None,
+    }
+
+
+def make_report(
+    question: Question,
+    source: Source,
+    hardware: Hardware,
+    *,
+    with_time: bool,
+    cluster: Cluster | None = None,
+    num_tokens: int | None = None,
+    endurance_bytes: int | None = None,
+    show: Callable[[list[str]], None] | None = None,
+) -> Report:
+    """Answer a question for a JSON. Raises ConfigError.
+
+    `show` gets `plan_lines()` before the search for a change, which takes longer than all before it. `hardware` is what
+    a rank has, of `cluster` where that is given.
+    """
+    planner = Planner(question)
+    of_rank = hardware if cluster is not None else share_of(hardware, question.num_local_ranks)
+    forecaster = Forecaster(question, of_rank, cluster)
+    refusal, answer = "", None
+    try:
+        answer = planner.answer(source, by_time=True)
+    except BudgetError as error:
+        refusal = str(error)
+    report = Report(
+        model=str(question.model.shape or question.model.text),
+        refusal=refusal,
+        answer=answer,
+        change=None,
+        step=None,
+        forecast=None,
+        run=None,
+        hardware=hardware,
+        num_tokens=num_tokens,
+        num_ranks=question.num_ranks,
+        num_local_ranks=question.num_local_ranks,
+        stages=by_stage(planner, source, forecaster if with_time and cluster is not None else None)
+        if question.num_ranks > 1
+        else (),
+        cluster=cluster,
+    )
+    if show is not None:
+        show(report.plan_lines())
+    if answer is None or not answer.verdict.fits:
+        report = replace(report, change=planner.smallest_change(source))
+    if answer is None or not with_time:
+        return report
+    step = forecaster.step(answer)
+    found = forecaster.forecast(step)
+    run = None
+    if num_tokens is not None:
+        run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
+    return replace(report, step=step, forecast=found, run=run)
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """Forecasts steps of one rank, which has `hardware`, of `cluster` where there is one."""
+
+    question: Question
+    hardware: Hardware
+    cluster: Cluster | None = None
+
+    def step(self, answer: Answer) -> Step:
+        """Return the bytes and operations of a step."""
+        num_local = self.question.num_local_ranks
+        step = step_of(answer, num_local_ranks=num_local)
+        if self.cluster is None:
+            return step
+        return on_cluster(
+            step, num_local=num_local, node_ranks=answer.planned.config.zero_plus_plus.node_ranks
+        )
+
+    def forecast(self, step: Step) -> Forecast:
+        """Return the seconds of a step."""
+        return self.hardware.forecast(step)
+
+
+def by_stage(
+    planner: Planner, source: Source, forecaster: Forecaster | None = None
+) -> tuple[StageBytes, ...]:
+    """Plan a JSON for each stage of ZeRO, and forecast its step where there is a forecaster."""
+    return tuple(_of_stage(planner, source, stage, forecaster) for stage in STAGES)
+
+
+def _of_stage(planner: Planner, source: Source, stage: int, forecaster: Forecaster | None) -> StageBytes:
+    model, num_ranks = planner.model(), planner.question.num_ranks
+    num_trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    num_frozen = sum(param.numel() for param in model.parameters()) - num_trainable
+    formula = round(state_bytes(num_trainable, stage=stage, num_ranks=num_ranks, num_frozen=num_frozen))
+    of_stage = with_keys(source, {"zero_optimization.stage": stage})
+    answer: Answer | None = None
+    try:
+        if forecaster is None:
+            planned, _ = planner.plan(of_stage)
+        else:
+            answer = planner.answer(of_stage)
+            planned = answer.planned
+    except (ConfigError, BudgetError) as error:
+        return StageBytes(stage, formula, None, refusal=str(error).partition("\n")[0])
+    plan = planned.plan
+    found = StageBytes(stage, formula, {tier: plan.tier_bytes(tier) for tier in TierName}, plan.home_bytes)
+    if forecaster is None or answer is None:
+        return found
+    if not answer.verdict.fits:
+        return replace(found, does_not_fit=True)
+    return replace(found, forecast=forecaster.forecast(forecaster.step(answer)))
+
+
+def step_of(answer: Answer, *, num_local_ranks: int | None = None) -> Step:
+    """Return the bytes and operations of a step of a planned model; `num_local_ranks` as in `plan_step`."""
+    planned = answer.planned
+    return plan_step(
+        planned.records,
+        planned.plan,
+        planned.config,
+        uses=uses_of(planned.cut),
+        trace=answer.trace,
+        num_local_ranks=num_local_ranks,
+    )
