@@ -5,9 +5,8 @@ offloadzero plan --model benchmarks.lora_model:llama_70b --config FILE
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
 from offloadzero.planning.shapes import PUBLISHED
+from torch import Tensor, nn
 
 RANK = 16
 

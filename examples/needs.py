@@ -12,6 +12,7 @@ from llama_model import Block, Llama, LlamaSize
 from torch import Tensor
 
 from offloadzero.config import OffloadConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
@@ -23,7 +24,6 @@ from offloadzero.planning.memory_plan import (
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import device_form

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offloadzero import ops, optim, zero
+    from offloadzero.api.deepspeed.estimators import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from offloadzero.api.engine import Engine
+    from offloadzero.api.engine import Engine as DeepSpeedEngine
+    from offloadzero.api.initialize import initialize
+    from offloadzero.api.optimizer import OffloadedOptimizer, offload
     from offloadzero.config import OffloadConfig, load_config
-    from offloadzero.engine import Engine
-    from offloadzero.engine import Engine as DeepSpeedEngine
+    from offloadzero.core.launch import add_config_arguments, init_distributed
     from offloadzero.errors import (
         AioError,
         AioTimeoutError,
@@ -25,15 +34,6 @@ if TYPE_CHECKING:
         RankError,
         StateError,
     )
-    from offloadzero.estimates import (
-        estimate_zero2_model_states_mem_needs_all_cold,
-        estimate_zero2_model_states_mem_needs_all_live,
-        estimate_zero3_model_states_mem_needs_all_cold,
-        estimate_zero3_model_states_mem_needs_all_live,
-    )
-    from offloadzero.initialization import initialize
-    from offloadzero.launch import add_config_arguments, init_distributed
-    from offloadzero.optimizer import OffloadedOptimizer, offload
 
 __version__ = "0.1.0"
 
@@ -43,22 +43,22 @@ _HOMES = {
     "BudgetError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
-    "Engine": "engine",
+    "Engine": "api.engine",
     "NonFiniteError": "errors",
     "OffloadConfig": "config",
     "OffloadError": "errors",
-    "OffloadedOptimizer": "optimizer",
+    "OffloadedOptimizer": "api.optimizer",
     "RankError": "errors",
     "StateError": "errors",
-    "add_config_arguments": "launch",
-    "estimate_zero2_model_states_mem_needs_all_cold": "estimates",
-    "estimate_zero2_model_states_mem_needs_all_live": "estimates",
-    "estimate_zero3_model_states_mem_needs_all_cold": "estimates",
-    "estimate_zero3_model_states_mem_needs_all_live": "estimates",
-    "init_distributed": "launch",
-    "initialize": "initialization",
+    "add_config_arguments": "core.launch",
+    "estimate_zero2_model_states_mem_needs_all_cold": "api.deepspeed.estimators",
+    "estimate_zero2_model_states_mem_needs_all_live": "api.deepspeed.estimators",
+    "estimate_zero3_model_states_mem_needs_all_cold": "api.deepspeed.estimators",
+    "estimate_zero3_model_states_mem_needs_all_live": "api.deepspeed.estimators",
+    "init_distributed": "core.launch",
+    "initialize": "api.initialize",
     "load_config": "config",
-    "offload": "optimizer",
+    "offload": "api.optimizer",
 }
 _MODULES = ("ops", "optim", "zero")
 _ALIASES = {"DeepSpeedEngine": "Engine"}  # scripts ask isinstance(model, deepspeed.DeepSpeedEngine)
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> Any:
     elif name in _ALIASES:
         value = __getattr__(_ALIASES[name])
     else:
-        absent = importlib.import_module(f"{__name__}.absent")
-        raise absent.no_attribute(f"module {__name__!r}", name, known=__all__, reasons=absent.PACKAGE_NAMES)
+        missing = importlib.import_module(f"{__name__}.api.deepspeed.missing_names")
+        raise missing.no_attribute(f"module {__name__!r}", name, known=__all__, reasons=missing.PACKAGE_NAMES)
     globals()[name] = value
     return value

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from offloadzero import launch
+from offloadzero.api.optimizer import ConfigSource
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
+from offloadzero.core import launch
+from offloadzero.core.interrupts import UninterruptedThroughout, uninterrupted_from_start
+from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine.process_group import telling_others
+from offloadzero.engine.runtime import Runtime, runtime_of
 from offloadzero.errors import ConfigError, OffloadError, StateError
-from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
-from offloadzero.joining import telling_others
 from offloadzero.memory.heap import FreedMemory
-from offloadzero.optimizer import ConfigSource
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.ranks.shard import divides_params
-from offloadzero.runtime import Runtime, runtime_of
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.streaming.spill import (
     SpilledWeight,

@@ -112,7 +112,7 @@ def never_hang(request: pytest.FixtureRequest) -> Iterator[None]:
 def no_section_is_left() -> Iterator[None]:
     """A section of `uninterrupted` that a test left open would hold back the interrupts of all tests after it."""
     yield
-    if "offloadzero.interrupts" in sys.modules:
+    if "offloadzero.core.interrupts" in sys.modules:
         from tests.support.sections import end_those_left
 
         assert not end_those_left()

@@ -3,7 +3,7 @@
 [Note: extra state]
 torch puts the result of a module's get_extra_state() into its state_dict, as `MODULE._extra_state`, and torch.save
 pickles it. A checkpoint has no pickle: numbers, texts, None, lists, tuples and dicts go to meta.json ([Note: what JSON
-changes] in offloadzero/checkpoint/json_file.py), the tensors among them to extra_state.safetensors, and anything else
+changes] in format/json_file.py), the tensors among them to extra_state.safetensors, and anything else
 is refused by its place when saving. A tensor is called after its place, `MODULE._extra_state:3.0`: item 0 of item 3,
 counted in lists, tuples and dicts alike; meta.json has None there.
 
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.json_file import MAX_DEPTH, encode_plain
+from offloadzero.checkpoint.format.json_file import MAX_DEPTH, encode_plain
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError
-from offloadzero.interrupts import is_interrupt
 
 KEY = "_extra_state"  # torch's
 _VALUE, _TENSORS = "value", "tensors"

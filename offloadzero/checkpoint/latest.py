@@ -27,10 +27,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadzero.checkpoint.hashing import HashedFile, HashingPool, read_bytes
-from offloadzero.checkpoint.manifest import read_manifest
-from offloadzero.checkpoint.meta import read_mark, read_meta
-from offloadzero.checkpoint.names import (
+from offloadzero.checkpoint.format.hashing import HashedFile, HashingPool, read_bytes
+from offloadzero.checkpoint.format.manifest import read_manifest
+from offloadzero.checkpoint.format.meta import read_mark, read_meta
+from offloadzero.checkpoint.format.names import (
     IS_LATEST,
     LATEST,
     MANIFEST,
@@ -42,8 +42,8 @@ from offloadzero.checkpoint.names import (
 )
 from offloadzero.checkpoint.partial import alone_in, new_file, not_ours, sync_directory
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
+from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
-from offloadzero.fail_points import through
 
 _MAX_LATEST_BYTES = 4096
 _NO_DIRECTORY = (

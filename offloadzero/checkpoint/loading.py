@@ -20,15 +20,15 @@ from offloadzero.checkpoint.buffers import (
     write_buffer,
 )
 from offloadzero.checkpoint.extra_state import described_tensors, settable, try_extra_state, whole_value
-from offloadzero.checkpoint.json_file import plain_scalar
-from offloadzero.checkpoint.meta import LossScaleState, Meta
-from offloadzero.checkpoint.safetensors_file import SafetensorsReader
+from offloadzero.checkpoint.format.json_file import plain_scalar
+from offloadzero.checkpoint.format.meta import LossScaleState, Meta
+from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.stored_states import form_among
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
+from offloadzero.core.fail_points import through
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError
-from offloadzero.fail_points import through
-from offloadzero.interrupts import is_interrupt
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

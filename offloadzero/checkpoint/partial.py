@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from offloadzero.checkpoint.manifest import read_manifest
-from offloadzero.checkpoint.meta import read_mark
-from offloadzero.checkpoint.names import (
+from offloadzero.checkpoint.format.manifest import read_manifest
+from offloadzero.checkpoint.format.meta import read_mark
+from offloadzero.checkpoint.format.names import (
     LOCK,
     MANIFEST,
     META,
@@ -37,8 +37,8 @@ from offloadzero.checkpoint.names import (
     new_unfinished,
     parse_unfinished,
 )
+from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
-from offloadzero.fail_points import through
 
 log = logging.getLogger("offloadzero.checkpoint")
 

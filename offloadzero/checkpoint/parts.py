@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from offloadzero.checkpoint.meta import PartOfModel
-from offloadzero.checkpoint.names import LATEST, is_part_directory, part_directory
+from offloadzero.checkpoint.format.meta import PartOfModel
+from offloadzero.checkpoint.format.names import LATEST, is_part_directory, part_directory
 from offloadzero.errors import CheckpointError
 
 

@@ -35,11 +35,10 @@ from torch import nn
 
 from offloadzero.checkpoint.buffers import expect_dense, persistent_buffers
 from offloadzero.checkpoint.extra_state import read_extra_states
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
-from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
-from offloadzero.checkpoint.manifest import encode_manifest
-from offloadzero.checkpoint.meta import Meta, encode_meta
-from offloadzero.checkpoint.names import (
+from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
+from offloadzero.checkpoint.format.manifest import encode_manifest
+from offloadzero.checkpoint.format.meta import Meta, encode_meta
+from offloadzero.checkpoint.format.names import (
     BUFFERS,
     EXTRA_STATE,
     IS_LATEST,
@@ -48,6 +47,9 @@ from offloadzero.checkpoint.names import (
     tag_problem,
     unit_file,
 )
+from offloadzero.checkpoint.format.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
+from offloadzero.checkpoint.format.torch_file import TorchFileWriter
+from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
 from offloadzero.checkpoint.partial import (
     PartialCheckpoint,
     alone_in,
@@ -56,11 +58,9 @@ from offloadzero.checkpoint.partial import (
     new_file,
     sync_directory,
 )
-from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.checkpoint.stored_states import form_of, state_names
-from offloadzero.checkpoint.torch_file import TorchFileWriter
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.interrupts import is_interrupt
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

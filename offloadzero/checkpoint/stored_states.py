@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from offloadzero.checkpoint.safetensors_file import TensorSpec
-from offloadzero.segments import SegmentKind
+from offloadzero.checkpoint.format.safetensors_file import TensorSpec
+from offloadzero.core.segments import SegmentKind
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 
 from offloadzero.checkpoint.extra_state import described_tensors
-from offloadzero.checkpoint.hashing import HashingPool, check_file, check_size
-from offloadzero.checkpoint.manifest import read_manifest
-from offloadzero.checkpoint.meta import Meta, read_mark, read_meta
-from offloadzero.checkpoint.names import (
+from offloadzero.checkpoint.format.hashing import HashingPool, check_file, check_size
+from offloadzero.checkpoint.format.manifest import read_manifest
+from offloadzero.checkpoint.format.meta import Meta, read_mark, read_meta
+from offloadzero.checkpoint.format.names import (
     BUFFERS,
     EXTRA_STATE,
     IS_LATEST,
@@ -40,10 +40,10 @@ from offloadzero.checkpoint.names import (
     is_data_file,
     is_unit_file,
 )
-from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
+from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorEntry
 from offloadzero.checkpoint.stored_states import form_among, state_names
+from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
-from offloadzero.fail_points import through
 from offloadzero.update.spec import AnySpec
 from offloadzero.update.specs import SPECS
 

@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from offloadzero.config.batch import read_batch
-from offloadzero.config.block import Block
 from offloadzero.config.keys import DEEPSPEED_KEYS, MIN_SUB_GROUP_ELEMENTS, NOT_OFFLOADED
 from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
 from offloadzero.config.optimizer import read_optimizer, read_scheduler
-from offloadzero.config.parse import is_auto, read_bool, read_enum, read_float, read_int, read_num_bytes
+from offloadzero.config.reading.block import Block
+from offloadzero.config.reading.parse import (
+    is_auto,
+    read_bool,
+    read_enum,
+    read_float,
+    read_int,
+    read_num_bytes,
+)
 from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
     AioConfig,
@@ -24,9 +31,15 @@ from offloadzero.config.schema import (
     UpdateConfig,
     ZeroPlusPlusConfig,
 )
+from offloadzero.core.limits import (
+    CHUNK_MULTIPLE,
+    GRID_BYTES,
+    MAX_IO_BLOCK_BYTES,
+    MAX_IO_DEPTH,
+    MAX_IO_THREADS,
+)
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
-from offloadzero.segments import SegmentKind, TierName
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),

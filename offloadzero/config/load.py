@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from offloadzero.config.deepspeed import Reading, read_deepspeed
-from offloadzero.config.json_text import Pairs, parse_json
 from offloadzero.config.nvme_paths import unite_nvme_paths
 from offloadzero.config.own_block import read_own_block
-from offloadzero.config.parse import MAX_COUNT, read_int, read_path
-from offloadzero.config.plain import plain_values
+from offloadzero.config.reading.json_text import Pairs, parse_json
+from offloadzero.config.reading.parse import MAX_COUNT, read_int, read_path
+from offloadzero.config.reading.plain import plain_values
 from offloadzero.config.schema import OffloadConfig
 from offloadzero.config.settle import PARTITION_KEY
+from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
-from offloadzero.segments import TierName
 
 MAX_FILE_BYTES = 2**20
 

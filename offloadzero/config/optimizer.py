@@ -7,10 +7,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from offloadzero.config.block import Block
 from offloadzero.config.keys import DEEPSPEED_KEYS
 from offloadzero.config.optimizer_arguments import KNOWN_OPTIMIZERS, OPTIMIZERS, TORCH_ADAMW_DECAY
-from offloadzero.config.parse import AUTO, is_auto, read_bool, read_float, read_mapping, read_str
+from offloadzero.config.reading.block import Block
+from offloadzero.config.reading.parse import AUTO, is_auto, read_bool, read_float, read_mapping, read_str
 from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
 from offloadzero.errors import ConfigError
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from offloadzero.config.declared import own_block, own_key
-from offloadzero.config.own_values import (
+from offloadzero.config.reading.own_values import (
     read_bool_or_auto,
     read_cores,
     read_device,
@@ -23,7 +23,7 @@ from offloadzero.config.own_values import (
     read_steps,
     read_tier,
 )
-from offloadzero.config.parse import (
+from offloadzero.config.reading.parse import (
     read_bool,
     read_enum,
     read_float,
@@ -33,9 +33,9 @@ from offloadzero.config.parse import (
     read_str,
     read_str_list,
 )
+from offloadzero.core.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS, SPARED_CORES
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
-from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS, SPARED_CORES
-from offloadzero.segments import SegmentKind, TierName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's
 STATE_LAYOUTS = ("fp32", "compact")

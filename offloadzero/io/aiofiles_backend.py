@@ -23,8 +23,8 @@ from typing import Any
 
 import aiofiles
 
+from offloadzero.core.limits import MAX_AIOFILES_THREADS
 from offloadzero.io.backends import EngineOptions, FaultKind
-from offloadzero.limits import MAX_AIOFILES_THREADS
 
 _MAX_STALLS = 16
 _STAT_NAMES = (

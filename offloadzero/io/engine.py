@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from offloadzero.config import AioConfig
+from offloadzero.core.limits import GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
 from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
 from offloadzero.io.backends import (
     AioBackend,
@@ -41,7 +42,6 @@ from offloadzero.io.backends import (
 from offloadzero.io.buffers import memory_of
 from offloadzero.io.choice import choose_backend
 from offloadzero.io.registration import Registration
-from offloadzero.limits import GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
 
 __all__ = [
     "AioBackend",

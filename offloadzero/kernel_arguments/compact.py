@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offloadzero.limits import GRID_BYTES
+from offloadzero.core.limits import GRID_BYTES
 
 COMPACT_BLOCK = 128  # elements; the constant of csrc/cpu_adam/cpu_adam.h
 SCALE_BYTES = 2 * 4  # of a block: a pair of fp32

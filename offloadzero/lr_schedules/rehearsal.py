@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offloadzero.config.schema import SchedulerConfig
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import ConfigError
-from offloadzero.interrupts import is_interrupt
 
 _PARAMS_KEY = "scheduler.params"
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from offloadzero.core.interrupts import interruptible, uninterrupted
+from offloadzero.core.limits import GRID_BYTES
 from offloadzero.errors import BudgetError, StateError
-from offloadzero.interrupts import interruptible, uninterrupted
-from offloadzero.limits import GRID_BYTES
 from offloadzero.memory import device as devices
 from offloadzero.memory.pages import map_pages
 from offloadzero.memory.tickets import FINISHED, LOOK_UP_S, Failures, Ticket

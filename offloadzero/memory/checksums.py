@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from offloadzero.core.limits import GRID_BYTES
 from offloadzero.errors import AioError
 from offloadzero.io import _aio
-from offloadzero.limits import GRID_BYTES
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import Ticket
 

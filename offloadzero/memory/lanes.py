@@ -31,8 +31,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from offloadzero.core.fail_points import through
 from offloadzero.errors import StateError
-from offloadzero.fail_points import through
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
 from offloadzero.memory.marks import DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket

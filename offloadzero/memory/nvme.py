@@ -28,8 +28,9 @@ from types import MappingProxyType
 import torch
 
 from offloadzero.config import AioConfig
+from offloadzero.core.fail_points import through
+from offloadzero.core.segments import TierName
 from offloadzero.errors import AioError, BudgetError
-from offloadzero.fail_points import through
 from offloadzero.io import _aio
 from offloadzero.io.engine import AioEngine, AioFile
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
@@ -39,7 +40,6 @@ from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
-from offloadzero.segments import TierName
 
 log = logging.getLogger("offloadzero.nvme")
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from offloadzero.config import AioConfig
-from offloadzero.fail_points import through
+from offloadzero.core.fail_points import through
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import UPDATE_PRIORITY, DeviceTier, Home, HostTier, Tier
-from offloadzero.segments import SegmentKind, TierName
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

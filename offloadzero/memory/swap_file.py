@@ -35,9 +35,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.limits import GRID_BYTES
 from offloadzero.errors import AioError
-from offloadzero.interrupts import uninterrupted
-from offloadzero.limits import GRID_BYTES
 
 log = logging.getLogger("offloadzero.nvme")
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from offloadzero.errors import OffloadError, StateError
-from offloadzero.interrupts import (
+from offloadzero.core.interrupts import (
     interruptible,
     is_interrupt,
     is_kept_by_another,
     put_on_record,
     uninterrupted,
 )
+from offloadzero.errors import OffloadError, StateError
 
 LOOK_UP_S = 0.5  # between two checks of a wait
 

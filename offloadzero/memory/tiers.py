@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
+from offloadzero.core.segments import TierName
 from offloadzero.memory.arena import Arena, staggered
 from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
-from offloadzero.segments import TierName
 
 # Transfers that the computation waits for overtake those that only have to be home in time.
 FETCH_PRIORITY = 0

@@ -17,10 +17,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from offloadzero.core.limits import MAX_UPDATE_THREADS
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.tensors import address, describe, float_code, layout_code, typed_address
-from offloadzero.limits import MAX_UPDATE_THREADS
 from offloadzero.native import _kernels
 
 ISA_ENV = "OFFLOADZERO_ISA"

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from offloadzero.arithmetic.device_math import split_master
 from offloadzero.arithmetic.remainders import MASTER_DTYPES, REMAINDER_DTYPE
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import ConfigError
-from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 _MASTER_KEY = {torch.bfloat16: "master_remainder", torch.float16: "master", torch.float32: None}
 _MASTER_DTYPES = {key: MASTER_DTYPES[dtype] for dtype, key in _MASTER_KEY.items() if key is not None}

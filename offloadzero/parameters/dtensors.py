@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from offloadzero.core.torch_private import memory_of_dtensor
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.torch_private import memory_of_dtensor
 
 
 def dtensor_type() -> Any:

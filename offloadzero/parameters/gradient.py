@@ -29,6 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offloadzero.core.torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunctionSubclass,
+    disabled_torch_function_impl,
+    is_any_autocast_enabled,
+    make_subclass,
+    make_wrapper_subclass,
+    skip_methods,
+)
 from offloadzero.errors import StateError
 from offloadzero.parameters.remote import (
     META,
@@ -39,15 +48,6 @@ from offloadzero.parameters.remote import (
     asking_for_device,
 )
 from offloadzero.parameters.trees import map_leaves
-from offloadzero.torch_private import (
-    DisableTorchDispatch,
-    DisableTorchFunctionSubclass,
-    disabled_torch_function_impl,
-    is_any_autocast_enabled,
-    make_subclass,
-    make_wrapper_subclass,
-    skip_methods,
-)
 
 aten = torch.ops.aten
 

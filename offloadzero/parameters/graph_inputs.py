@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 
 
 def run_backward(

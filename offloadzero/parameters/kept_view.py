@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from offloadzero.core.torch_private import has_storage, set_data
 from offloadzero.errors import StateError
 from offloadzero.parameters.remote import RemoteTensor, WholeView
 from offloadzero.parameters.weight import KeptView, weight_of
-from offloadzero.torch_private import has_storage, set_data
 
 
 def tensors_over(storage: int) -> Iterator[list[Tensor]]:

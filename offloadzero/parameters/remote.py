@@ -30,12 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadzero.errors import OffloadError, StateError
-from offloadzero.memory.heap import FreedMemory
-from offloadzero.parameters import collectives
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.trees import leaves_of, map_leaves
-from offloadzero.torch_private import (
+from offloadzero.core.torch_private import (
     autocast_key,
     disabled_torch_function_impl,
     end_graph,
@@ -45,6 +40,11 @@ from offloadzero.torch_private import (
     prim_device,
     skip_methods,
 )
+from offloadzero.errors import OffloadError, StateError
+from offloadzero.memory.heap import FreedMemory
+from offloadzero.parameters import collectives
+from offloadzero.parameters.processes import send_by_value
+from offloadzero.parameters.trees import leaves_of, map_leaves
 
 META = torch.device("meta")
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
 from offloadzero.errors import StateError
-from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.parameters.collectives import (
     OverCopies,
     is_function_of_ranks,
@@ -26,7 +27,6 @@ from offloadzero.parameters.collectives import (
 )
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.weight import Weight
-from offloadzero.torch_private import DisableTorchFunctionSubclass, has_storage
 
 
 class Written(Protocol):

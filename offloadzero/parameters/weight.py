@@ -27,13 +27,7 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.collectives import is_taken_untold, refuse_untold
-from offloadzero.parameters.graph_inputs import run_backward
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.remote import RemoteTensor, Source
-from offloadzero.parameters.trees import map_leaves
-from offloadzero.torch_private import (
+from offloadzero.core.torch_private import (
     NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
     as_copy_of,
@@ -44,6 +38,12 @@ from offloadzero.torch_private import (
     running_transform,
     skip_methods,
 )
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.parameters.collectives import is_taken_untold, refuse_untold
+from offloadzero.parameters.graph_inputs import run_backward
+from offloadzero.parameters.processes import send_by_value
+from offloadzero.parameters.remote import RemoteTensor, Source
+from offloadzero.parameters.trees import map_leaves
 
 _ATTRIBUTE = "_offloadzero_weight"
 _COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
 from offloadzero.config import OffloadConfig
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.planning.homes import Placement
-from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
 

@@ -9,6 +9,7 @@ from functools import partial
 from math import inf
 
 from offloadzero.config import BudgetConfig, OffloadConfig
+from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.device import Device
 from offloadzero.planning.fastest_placement import StepTimer, fastest_placement
@@ -26,7 +27,6 @@ from offloadzero.planning.memory_plan import (
 from offloadzero.planning.placement import choose_placement
 from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.group import Group
-from offloadzero.segments import TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
 

@@ -24,6 +24,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from offloadzero.config import OffloadConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.hardware import Hardware
@@ -33,7 +34,6 @@ from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
 from offloadzero.planning.step.forecast import Step, plan_step
 from offloadzero.planning.step.work import Uses, used_elements
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on

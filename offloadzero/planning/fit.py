@@ -30,11 +30,11 @@ from itertools import combinations
 from typing import Any
 
 from offloadzero.config import BudgetConfig, OffloadConfig
+from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
-from offloadzero.segments import TierName
 
 NVME_PATH = "offload-files"  # where no directory is configured
 SMALL_CHUNK = COMPACT_CHUNK_MULTIPLE  # elements; the fp32 layout accepts it, too

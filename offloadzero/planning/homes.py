@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from offloadzero.config import OffloadConfig, PlacementRule
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 
 # The home of each segment, by the index of its record. Records with trainable parameters have one for the gradient.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from offloadzero.config import OffloadConfig
+from offloadzero.core.segments import TierName
 from offloadzero.memory.arena import align_up
-from offloadzero.segments import TierName
 
 MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than their memory
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file

@@ -21,6 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypedDict
 
 from offloadzero.config import OffloadConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
@@ -35,7 +36,6 @@ from offloadzero.planning.buffers import (
 from offloadzero.planning.homes import Placement, place
 from offloadzero.planning.inputs import INPUT_BYTES_KEY, InputPlan, input_plan
 from offloadzero.ranks.shard import divides_params, kept_elements
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
 from offloadzero.update.wire import (

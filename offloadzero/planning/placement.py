@@ -36,10 +36,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offloadzero.config import BudgetConfig, OffloadConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.memory_plan import Needs, keeps_gradients, plan_memory
 from offloadzero.ranks.shard import keeps_params_on_device
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on

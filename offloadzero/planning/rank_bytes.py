@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
-from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 
 STAGES = (0, 1, 2, 3)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from offloadzero.torch_private import abort_process_group
+from offloadzero.core.torch_private import abort_process_group
 
 log = logging.getLogger("offloadzero")
 

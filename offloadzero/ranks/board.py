@@ -29,8 +29,8 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
+from offloadzero.core.torch_private import default_process_group_store
 from offloadzero.errors import RankError
-from offloadzero.torch_private import default_process_group_store
 
 log = logging.getLogger("offloadzero")
 

@@ -7,15 +7,15 @@ import os
 
 import torch
 
-from offloadzero import launch
 from offloadzero.config import OffloadConfig
+from offloadzero.core import launch
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import make_current
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.comparing import digest, machine
 from offloadzero.ranks.process_groups import Ranks, make_ranks
 from offloadzero.ranks.shard import consecutive_groups, keeps_params_on_device
-from offloadzero.segments import SegmentKind, TierName
 
 log = logging.getLogger("offloadzero")
 

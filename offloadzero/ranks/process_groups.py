@@ -29,9 +29,10 @@ from torch import Tensor
 
 from offloadzero.config import PARTITION_KEY
 from offloadzero.config.schema import MeshConfig
+from offloadzero.core.interrupts import interruptible, is_interrupt, uninterrupted
+from offloadzero.core.launch import launched_local_size
+from offloadzero.core.torch_private import is_process_group, timeout_of_process_group, without_bound_device
 from offloadzero.errors import ConfigError, RankError, StateError
-from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
-from offloadzero.launch import launched_local_size
 from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.observe.collectives import (
     ALL_GATHER,
@@ -55,7 +56,6 @@ from offloadzero.ranks.group import Collectives, Group, TakenStep
 from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.ranks.standstill import WAITED_S, Standstill, Watch
-from offloadzero.torch_private import is_process_group, timeout_of_process_group, without_bound_device
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
 # asked it before each of some hundred collectives of a step, they would wait for it.

@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.errors import StateError
 from offloadzero.ranks.board import Board
-from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id
 
 WAITED_S = 2.0  # after which a rank says that it waits
 

@@ -21,11 +21,11 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from offloadzero.fail_points import through
+from offloadzero.core.fail_points import through
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.param_grad import GradientAccess, GradientHandle, expect_dense
 from offloadzero.step.record_gradient import RecordGradient
-from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 Place = TypeVar("Place")
 

@@ -35,6 +35,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offloadzero.core.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    foreach_zero,
+    storage_use_count,
+)
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Stream
@@ -49,12 +55,6 @@ from offloadzero.step.param_grad import (
     expect_dense,
 )
 from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients, copy_waiting
-from offloadzero.torch_private import (
-    DisableTorchFunctionSubclass,
-    current_graph_task_id,
-    foreach_zero,
-    storage_use_count,
-)
 from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
 from offloadzero.update.records import Record
 

@@ -36,9 +36,15 @@ from dataclasses import dataclass
 import torch
 
 from offloadzero.config import LossScaleConfig
+from offloadzero.core.fail_points import through
+from offloadzero.core.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.torch_private import (
+    NO_GRAPH_TASK,
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    queue_backward_callback,
+)
 from offloadzero.errors import StateError
-from offloadzero.fail_points import through
-from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
@@ -55,12 +61,6 @@ from offloadzero.step.step_decision import decide_step
 from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.torch_private import (
-    NO_GRAPH_TASK,
-    DisableTorchFunctionSubclass,
-    current_graph_task_id,
-    queue_backward_callback,
-)
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.staging import needs_slot
 

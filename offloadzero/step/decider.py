@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from offloadzero.config import LossScaleConfig
-from offloadzero.fail_points import through
+from offloadzero.core.fail_points import through
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.group import Group, TakenStep
 from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.torch_private import current_graph_task_id
 from offloadzero.observe.timeline import Timeline
 from offloadzero.step.coordinator import StepCoordinator
-from offloadzero.torch_private import current_graph_task_id
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

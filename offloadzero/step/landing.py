@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.arithmetic import device_math
-from offloadzero.fail_points import through
+from offloadzero.core.fail_points import through
 from offloadzero.memory.arena import BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket

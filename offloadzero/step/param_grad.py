@@ -39,22 +39,22 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import device_math
+from offloadzero.core.segments import SegmentKind
+from offloadzero.core.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_autograd_node,
+    current_graph_task_id,
+    queue_backward_callback,
+)
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.ranks.group import Group
-from offloadzero.segments import SegmentKind
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.home_access import HomeAccess
-from offloadzero.torch_private import (
-    DisableTorchFunctionSubclass,
-    current_autograd_node,
-    current_graph_task_id,
-    queue_backward_callback,
-)
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import kept_place
 from offloadzero.update.records import Record

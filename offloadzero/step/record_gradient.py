@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
+from offloadzero.core.torch_private import foreach_copy
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Device, Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
-from offloadzero.segments import SegmentKind
-from offloadzero.torch_private import foreach_copy
 from offloadzero.update.flat_layout import ParamSlot, SlotViews
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 

@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
+from offloadzero.core.torch_private import queue_backward_callback
 from offloadzero.errors import StateError
-from offloadzero.torch_private import queue_backward_callback
 
 
 class _Running:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from offloadzero.core.fail_points import through
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import StateError
-from offloadzero.fail_points import through
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.assigned import Change, bring_home, passed_on
 from offloadzero.step.param_grad import (
@@ -18,7 +19,6 @@ from offloadzero.step.param_grad import (
     drop_gradients,
 )
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients
-from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.flat_layout import ParamSlot
 
 

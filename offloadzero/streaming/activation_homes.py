@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from offloadzero.config import AioConfig
+from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
 from offloadzero.memory.checksums import checksum_bytes
@@ -27,7 +28,6 @@ from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
-from offloadzero.segments import TierName
 from offloadzero.streaming.activation_memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
 from offloadzero.streaming.input_parts import InputPart, InputParts
 

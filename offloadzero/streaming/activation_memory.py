@@ -23,6 +23,8 @@ from typing import Protocol
 
 import torch
 
+from offloadzero.core.segments import TierName
+from offloadzero.core.torch_private import storage_use_count, with_own_storage
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, align_up, allocate_host
 from offloadzero.memory.device import Stream
@@ -30,8 +32,6 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.slots import Slots
 from offloadzero.planning.inputs import INPUT_BYTES_KEY
 from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.segments import TierName
-from offloadzero.torch_private import storage_use_count, with_own_storage
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 from offloadzero.config import AioConfig
+from offloadzero.core.segments import TierName
 from offloadzero.errors import StateError
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
@@ -37,7 +38,6 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.inputs import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.machine import available_host_bytes
-from offloadzero.segments import TierName
 from offloadzero.streaming.activation_homes import (
     EndedCell,
     EndedCells,

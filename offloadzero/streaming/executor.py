@@ -19,8 +19,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.torch_private import active_ddp_module, current_autograd_node
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
@@ -33,7 +34,6 @@ from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.torch_private import active_ddp_module, current_autograd_node
 from offloadzero.update.flat_layout import slot_layout
 from offloadzero.update.records import Record
 

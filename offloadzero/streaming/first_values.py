@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.group import Group
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.spill import take
 from offloadzero.streaming.weights import encode
 from offloadzero.update.kept import kept_params, kept_place

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.streaming.block_acts import BlockAct, Place
 from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.slot_weight import expect_alike

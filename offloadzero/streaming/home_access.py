@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 import torch
 
+from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.parts import gather_parts
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.announcements import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot

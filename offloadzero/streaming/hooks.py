@@ -49,9 +49,21 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from offloadzero import interrupts
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
+from offloadzero.core.torch_private import (
+    import_compiler,
+    is_any_autocast_enabled,
+    is_marked_by_fsdp,
+    is_tracing,
+    outside_of_transforms,
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    running_transform,
+    skip_frame,
+    top_saved_tensors_default_hooks,
+)
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
 from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import PresentParameter, weight_of
@@ -70,18 +82,6 @@ from offloadzero.streaming.script_blocks import ScriptBlocks
 from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
-from offloadzero.torch_private import (
-    import_compiler,
-    is_any_autocast_enabled,
-    is_marked_by_fsdp,
-    is_tracing,
-    outside_of_transforms,
-    pop_saved_tensors_default_hooks,
-    push_saved_tensors_default_hooks,
-    running_transform,
-    skip_frame,
-    top_saved_tensors_default_hooks,
-)
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -34,6 +34,12 @@ from typing import Any
 
 import torch
 
+from offloadzero.core.torch_private import (
+    DisableTorchFunctionSubclass,
+    set_data,
+    storage_use_count,
+    with_own_storage,
+)
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.device import Stream
@@ -42,12 +48,6 @@ from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.parameters.kept_view import keep_view, show_frozen, tensors_over
 from offloadzero.parameters.weight import classes_of
-from offloadzero.torch_private import (
-    DisableTorchFunctionSubclass,
-    set_data,
-    storage_use_count,
-    with_own_storage,
-)
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from offloadzero.arithmetic import device_math
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.ranks.group import Group
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.first_values import write_weights
 from offloadzero.streaming.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.streaming.weights import WeightAccess

@@ -18,11 +18,11 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
+from offloadzero.core.torch_private import current_autograd_node, current_graph_task_id
 from offloadzero.memory.arena import align_up, room_for
 from offloadzero.schedule.prefetch import Move, choose_victims_at_once, next_uses, plan_prefetch
 from offloadzero.schedule.trace import Trace
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
-from offloadzero.torch_private import current_autograd_node, current_graph_task_id
 
 # Plans kept for one order of use: so many, or for a longer order as many as it needs, as long as their keys take no
 # more bytes than that.

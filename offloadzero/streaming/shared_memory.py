@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
 from offloadzero.errors import ConfigError
-from offloadzero.torch_private import DisableTorchFunctionSubclass, has_storage
 
 log = logging.getLogger("offloadzero")
 

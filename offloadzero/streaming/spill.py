@@ -24,10 +24,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offloadzero import interrupts
+from offloadzero.core import interrupts
+from offloadzero.core.fail_points import through
+from offloadzero.core.interrupts import UninterruptedThroughout, is_interrupt
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass, set_data
 from offloadzero.errors import AioError, StateError
-from offloadzero.fail_points import through
-from offloadzero.interrupts import UninterruptedThroughout, is_interrupt
 from offloadzero.memory.arena import align_up
 from offloadzero.parameters.weight import (
     Alias,
@@ -38,7 +39,6 @@ from offloadzero.parameters.weight import (
     restore_parameter,
     weight_of,
 )
-from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.ranks.building import ValueParts

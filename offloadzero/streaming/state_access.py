@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.interrupts import UninterruptedThroughout
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice

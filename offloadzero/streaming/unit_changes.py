@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.torch_private import current_autograd_node
 from offloadzero.errors import StateError
-from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
@@ -17,7 +18,6 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import HOME, RELEASED, LeasedUnit
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.torch_private import current_autograd_node
 
 
 class UnitChanges:

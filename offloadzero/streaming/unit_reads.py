@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from offloadzero.core.torch_private import outside_of_transforms
 from offloadzero.errors import BudgetError
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import HOME
-from offloadzero.torch_private import outside_of_transforms
 
 
 class UnitReads:

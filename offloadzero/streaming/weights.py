@@ -9,11 +9,11 @@ import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
+from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.streaming.state_access import StateAccess

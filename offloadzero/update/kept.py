@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record

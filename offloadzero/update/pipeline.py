@@ -19,14 +19,14 @@ from typing import Protocol
 
 import torch
 
+from offloadzero.core.fail_points import through
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
-from offloadzero.fail_points import through
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
-from offloadzero.segments import SegmentKind
 from offloadzero.update.delivery import Delivery, UpdateTicket
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record, UpdateRange

@@ -19,11 +19,11 @@ from functools import cached_property
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.store import Segment
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import FlatLayout
 from offloadzero.update.spec import AnySpec, StateCodes
 

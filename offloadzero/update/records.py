@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.store import Segment
 from offloadzero.ranks.shard import WHOLE, ShardSpec
-from offloadzero.segments import SegmentKind
 from offloadzero.update.edits import Edits
 from offloadzero.update.flat_layout import FlatLayout, ParamSlot, make_flat_layout
 from offloadzero.update.record_state import RecordState

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.arena import Lease, staggered
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
-from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record, all_ranges
 
 

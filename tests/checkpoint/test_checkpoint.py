@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.checkpoint.hashing import HashingPool
-from offloadzero.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+from offloadzero.checkpoint.format.hashing import HashingPool
+from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, SafetensorsWriter
 from offloadzero.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import reseal, small_engine
 from tests.support.faults import delays, fails

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from offloadzero import CheckpointError
+from offloadzero.checkpoint.format.manifest import read_manifest
+from offloadzero.checkpoint.format.names import IS_LATEST, MANIFEST
 from offloadzero.checkpoint.latest import find_checkpoint
-from offloadzero.checkpoint.manifest import read_manifest
-from offloadzero.checkpoint.names import IS_LATEST, MANIFEST
 from tests.support.checkpoints import edit_meta, reseal, small_engine, train, whole_state
 
 NUM_DAMAGES = int(os.environ.get("OFFLOADZERO_TEST_DAMAGES", "40"))
@@ -511,7 +511,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("what", MANIFESTS)
 def test_a_manifest_that_agrees_with_itself(engine: Any, pristine: Path, tmp_path: Path, what: str) -> None:
-    from offloadzero.checkpoint import manifest
+    from offloadzero.checkpoint.format import manifest
 
     path = tmp_path / "saved" / "global_step2"
     shutil.copytree(pristine / "saved", tmp_path / "saved")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from offloadzero import AioError, BudgetError, CheckpointError, StateError
-from offloadzero.fail_points import Point
+from offloadzero.core.fail_points import Point
 from tests.support.checkpoints import contents, small_engine, train, whole_state
 from tests.support.faults import fails, observes
 from tests.support.tiny import run_script, small_disk

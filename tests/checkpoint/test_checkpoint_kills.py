@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from offloadzero import CheckpointError
+from offloadzero.checkpoint.format.names import IS_LATEST, LOCK, parse_unfinished
 from offloadzero.checkpoint.latest import list_checkpoints
-from offloadzero.checkpoint.names import IS_LATEST, LOCK, parse_unfinished
 from offloadzero.checkpoint.partial import not_ours
 from offloadzero.checkpoint.verify import open_checkpoint
 from tests.support.checkpoints import contents, small_engine, state_digest

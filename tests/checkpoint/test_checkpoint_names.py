@@ -15,7 +15,7 @@ import pytest
 
 import offloadzero
 from offloadzero import CheckpointError, ConfigError
-from offloadzero.checkpoint.names import Unfinished, new_unfinished, parse_unfinished
+from offloadzero.checkpoint.format.names import Unfinished, new_unfinished, parse_unfinished
 from offloadzero.checkpoint.partial import clear_leftovers
 from tests.support.checkpoints import contents, small_engine, train, whole_state
 from tests.support.faults import fails

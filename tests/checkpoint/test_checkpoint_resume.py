@@ -18,9 +18,9 @@ from torch import nn
 
 import offloadzero
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
-from offloadzero.checkpoint import hashing
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool, check_file
-from offloadzero.checkpoint.json_file import decode_plain, encode_plain
+from offloadzero.checkpoint.format import hashing
+from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool, check_file
+from offloadzero.checkpoint.format.json_file import decode_plain, encode_plain
 from tests.support.checkpoints import Net, small_engine, to_version_1, train, whole_state
 from tests.support.faults import fails, observes
 from tests.support.tiny import run_script

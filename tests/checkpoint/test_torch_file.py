@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.hashing import HashingPool
-from offloadzero.checkpoint.torch_file import TorchFileWriter
+from offloadzero.checkpoint.format.hashing import HashingPool
+from offloadzero.checkpoint.format.torch_file import TorchFileWriter
 from offloadzero.errors import CheckpointError
 from tests.support.faults import fails
 from tests.support.tiny import TinyModel, make_engine, settings, train

@@ -14,11 +14,11 @@ from torch import nn
 import offloadzero
 from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.config import load_config
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import Loop, plan_model
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planned_model import Loop, plan_model
 from offloadzero.planning.fit import ENOUGH
-from offloadzero.segments import TierName
 from tests.support import models
 from tests.support.tiny import REPOSITORY, TinyModel, settings
 from tests.support.training import PLACEMENTS, make_config

@@ -15,8 +15,8 @@ from torch import nn
 import offloadzero
 from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
+from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.timeline import COMPUTE, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
-from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.step.work import AFTER, StepTraffic, step_traffic, work_of_step
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches

@@ -8,7 +8,7 @@ from typing import Any
 from offloadzero.config import OffloadConfig, OptimizerConfig
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec
 from offloadzero.config.optimizer import OPTIMIZERS
-from offloadzero.segments import SegmentKind, TierName
+from offloadzero.core.segments import SegmentKind, TierName
 
 TABLES = {**DEEPSPEED_KEYS, **OWN_KEYS}
 ALL_KEYS = [(path, key, spec) for path, table in TABLES.items() for key, spec in table.items()]

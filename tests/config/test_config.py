@@ -15,8 +15,8 @@ import pytest
 from offloadzero.config import BatchConfig, OffloadConfig, load_config
 from offloadzero.config.declared import shown
 from offloadzero.config.keys import OWN_KEYS, Action, KeySpec, Kind
+from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
-from offloadzero.segments import TierName
 from tests.config.blocks import NEEDED, TABLES, keys_with, nested, type_that_takes
 from tests.support.cases import loop_over
 from tests.support.key_tables import DOC, with_tables

@@ -9,7 +9,7 @@ from typing import Any
 import offloadzero
 from offloadzero.config import load_config
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
-from offloadzero.segments import TierName
+from offloadzero.core.segments import TierName
 from tests.config.claims import ABSENT_ELSEWHERE
 
 # Key -> what its note gives for when it is absent, and what a configuration without it has.

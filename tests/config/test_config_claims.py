@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offloadzero
 from offloadzero.config import load_config
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import Brought
 from tests.config.claims import ABSENT_ELSEWHERE, PACKAGE, READ_IN, TESTS, TRIED_BY, accepted, claim, tried

@@ -18,8 +18,8 @@ from offloadzero.config import (
     UpdateConfig,
     load_config,
 )
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.segments import SegmentKind, TierName
 from tests.config.blocks import RECORD, adam, homes, zero
 
 # --- ZeRO and placement ----------------------------------------------------------------------------------

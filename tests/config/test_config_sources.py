@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from offloadzero.config import load_config
-from offloadzero.config.json_text import parse_json
-from offloadzero.config.plain import MAX_DEPTH, MAX_VALUES
+from offloadzero.config.reading.json_text import parse_json
+from offloadzero.config.reading.plain import MAX_DEPTH, MAX_VALUES
 from offloadzero.errors import ConfigError, abbreviated
 
 MAX_MESSAGE_CHARS = 800

@@ -27,10 +27,10 @@ from offloadzero.config import (
 )
 from offloadzero.config.batch import resolve_batch
 from offloadzero.config.declared import own_keys
-from offloadzero.config.own_values import read_multiple
-from offloadzero.config.parse import read_float, read_int, read_num_bytes
+from offloadzero.config.reading.own_values import read_multiple
+from offloadzero.config.reading.parse import read_float, read_int, read_num_bytes
+from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
-from offloadzero.segments import TierName
 from tests.config.blocks import TABLES, adam, nested
 from tests.support.cases import case, loop_over
 

@@ -6,7 +6,7 @@ import torch
 
 import offloadzero
 from offloadzero import zero
-from offloadzero.torch_private import DisableTorchFunctionSubclass, get_data
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass, get_data
 from tests.support.tiny import TinyModel
 
 

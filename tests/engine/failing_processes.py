@@ -16,7 +16,7 @@ ZYGOTE = """
 import atexit, errno, gc, json, os, signal, sys, threading, time, traceback
 import torch
 import torch._dynamo  # else every child would spend a second on it in its first optimizer
-import offloadzero, offloadzero.engine
+import offloadzero, offloadzero.api.engine
 from offloadzero.errors import AioError
 from tests.support.tiny import make_engine, settings, tokens, train
 

@@ -44,7 +44,7 @@ from typing import Any, TextIO
 import torch
 
 import offloadzero
-from offloadzero.interrupts import UninterruptedThroughout, held, uninterrupted
+from offloadzero.core.interrupts import UninterruptedThroughout, held, uninterrupted
 from tests.support.tiny import TinyModel, settings, tokens
 
 PACKAGE = str(Path(offloadzero.__file__).parent) + os.sep

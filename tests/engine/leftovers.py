@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from offloadzero.lifetime import wait_for_collected
+from offloadzero.engine.lifetime import wait_for_collected
 from tests.support.tiny import TinyModel, tokens
 
 Forms = dict[str, tuple[torch.Tensor, torch.dtype, bool]]

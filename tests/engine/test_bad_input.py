@@ -17,9 +17,9 @@ from torch import nn
 
 import offloadzero
 from offloadzero import BudgetError, ConfigError, StateError
+from offloadzero.core.segments import TierName
 from offloadzero.ops.adam import DeepSpeedCPUAdam
 from offloadzero.optim import CPUAdam
-from offloadzero.segments import TierName
 from tests.support.tiny import TinyModel, make_engine, settings, small_disk, tokens, train
 
 HOST = {"param": "host", "master": "host", "exp_avg": "host", "exp_avg_sq": "host"}

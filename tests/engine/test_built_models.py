@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero import AioError, StateError, interrupts, zero
+from offloadzero import AioError, StateError, zero
+from offloadzero.core import interrupts
 from tests.engine.built import build, masters, stored_bytes
 from tests.support.faults import fails, replaced
 from tests.support.tiny import TinyModel, make_engine, settings, tokens

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero import ConfigError, StateError, deepspeed_names
-from offloadzero.absent import ENGINE_NAMES, PACKAGE_NAMES
+from offloadzero import ConfigError, StateError
+from offloadzero.api.deepspeed import engine_names as deepspeed_names
+from offloadzero.api.deepspeed.missing_names import ENGINE_NAMES, PACKAGE_NAMES
 from offloadzero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.engine.on_host import config, make_model
 from tests.support.tiny import TinyModel, make_engine, tokens, train

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.engine.lifetime import EngineState
 from offloadzero.errors import NonFiniteError, StateError
-from offloadzero.interrupts import uninterrupted
-from offloadzero.lifetime import EngineState
 from tests.engine.poisonable import poisonable_engine, same_states
 from tests.engine.test_interrupts import handler
 from tests.support.plain_form import offloaded

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.core.interrupts import _waits, held, raise_held, uninterrupted, uninterrupted_from_start
+from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import StateError
-from offloadzero.interrupts import _waits, held, raise_held, uninterrupted, uninterrupted_from_start
-from offloadzero.torch_private import top_saved_tensors_default_hooks
 from tests.engine.interrupts import Injected, InjectedBehindCall
 from tests.engine.poisonable import same_states
 from tests.engine.test_interrupts import handler

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero import interrupts
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import UninterruptedThroughout, interruptible, uninterrupted
+from offloadzero.engine.lifetime import EngineState, Resources
 from offloadzero.errors import StateError
-from offloadzero.interrupts import UninterruptedThroughout, interruptible, uninterrupted
-from offloadzero.lifetime import EngineState, Resources
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import AllOf, Failures, Latch, Promise, unfinished

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.engine.lifetime import EngineState
 from offloadzero.errors import AioError, ConfigError, StateError
-from offloadzero.lifetime import EngineState
 from tests.engine.leftovers import (
     assert_as_before,
     collect,
@@ -73,12 +73,12 @@ def test_a_late_failure_leaves_the_model_as_it_was(tmp_path: Path, what: str) ->
 
 # Where building may still fail when weights have moved, from the outside in.
 PLACES = {
-    "hooks": "offloadzero.runtime.ModelHooks",
-    "buffers": "offloadzero.runtime._move_buffers",
-    "collector": "offloadzero.build.GradientCollector",
-    "landing": "offloadzero.build.Landing",
-    "pipeline": "offloadzero.build.UpdatePipeline",
-    "executor": "offloadzero.build.Executor",
+    "hooks": "offloadzero.engine.runtime.ModelHooks",
+    "buffers": "offloadzero.engine.runtime._move_buffers",
+    "collector": "offloadzero.engine.build.GradientCollector",
+    "landing": "offloadzero.engine.build.Landing",
+    "pipeline": "offloadzero.engine.build.UpdatePipeline",
+    "executor": "offloadzero.engine.build.Executor",
 }
 
 
@@ -285,7 +285,7 @@ def test_a_model_keeps_its_engine(tmp_path: Path) -> None:
 def test_engines_one_after_the_other_take_no_more_memory_than_one(tmp_path: Path) -> None:
     script = """
         import gc, os, sys
-        from offloadzero.lifetime import wait_for_collected
+        from offloadzero.engine.lifetime import wait_for_collected
         from tests.support.tiny import TinyModel, make_engine, settings, train
 
         def resident_mib():

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from offloadzero import interrupts
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import uninterrupted
 from offloadzero.errors import StateError
-from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.tickets import Failures
 
 

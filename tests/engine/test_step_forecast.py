@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
-from offloadzero import step_forecast
 from offloadzero.cli.main import main
 from offloadzero.cli.plan.model import read_model
+from offloadzero.engine import forecast as step_forecast
 from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS, PlannedStep
 from offloadzero.planning.hardware import Hardware, cache_file, describe, model_key

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offloadzero import NonFiniteError, zero
-from offloadzero.segments import SegmentKind, TierName
+from offloadzero.core.segments import SegmentKind, TierName
 from tests.support.small_gpt import SmallGpt
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens
 

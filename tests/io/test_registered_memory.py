@@ -18,9 +18,9 @@ import torch
 
 import offloadzero
 from offloadzero.config import AioConfig
+from offloadzero.engine.lifetime import wait_for_collected
 from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioEngine
-from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.arena import Arena, allocate_host
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.nvme import NvmeTier

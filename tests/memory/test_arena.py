@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadzero.config import AioConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, allocate_host
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
-from offloadzero.segments import SegmentKind, TierName
 
 PAGE = 4096
 

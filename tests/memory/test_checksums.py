@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from offloadzero.config import AioConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import AioError
 from offloadzero.io import _aio
 from offloadzero.memory.checksums import BLOCK_BYTES, checksum_bytes
@@ -25,7 +26,6 @@ from offloadzero.memory.nvme import STRIPE_BYTES, NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import Ticket
 from offloadzero.memory.tiers import Extent, Home
-from offloadzero.segments import SegmentKind, TierName
 from tests.support.faults import begun_later, replaced
 from tests.support.homes import file_home
 from tests.support.tiny import TinyModel, make_engine, settings, tokens, train

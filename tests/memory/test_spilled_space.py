@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from offloadzero import BudgetError, zero
+from offloadzero.core.segments import TierName
 from offloadzero.io.engine import AioFile
 from offloadzero.memory.nvme import STRIPE_BYTES, bytes_before, file_bytes, stripe_pieces
-from offloadzero.segments import TierName
 from offloadzero.streaming import original_form
 from tests.support.faults import observes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, small_disk, train

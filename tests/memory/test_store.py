@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from offloadzero.config import AioConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import AioError, BudgetError, OffloadError
 from offloadzero.memory.arena import BufferPool, PooledBuffer, allocate_host
 from offloadzero.memory.device import CpuDevice, CudaDevice
@@ -26,7 +27,6 @@ from offloadzero.memory.pages import populate
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Promise
-from offloadzero.segments import SegmentKind, TierName
 from tests.memory.test_arena import arena
 from tests.support.tiny import small_disk
 

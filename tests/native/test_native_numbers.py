@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadzero import limits
+from offloadzero.core import limits
 from offloadzero.kernel_arguments import compact, tensors
 from offloadzero.native import kernels
 from offloadzero.native.kernels import Isa

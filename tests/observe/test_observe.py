@@ -19,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from offloadzero.config import ObserveConfig
+from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioEngine, AioTicket
 from offloadzero.memory.arena import BufferPool
@@ -35,7 +36,6 @@ from offloadzero.observe.collectives import (
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import LANES, UPDATE, Timeline
-from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.update.specs.adam import ADAM
 from tests.support.plain_form import engine_config, make_model, offloaded
 from tests.support.tiny import Block, TinyModel, make_engine, settings, tokens, train

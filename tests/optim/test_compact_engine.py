@@ -17,12 +17,12 @@ import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.native.compact import compact_adam_step, compact_encode
 from offloadzero.planning.homes import place
 from offloadzero.planning.memory_plan import plan_memory
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM

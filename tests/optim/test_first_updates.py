@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.sgd import SgdHyper
-from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.sgd import MOMENTUM_BUFFER, SGD
 from tests.support.tiny import make_engine, settings

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from offloadzero.api.param_groups import GroupMembers
 from offloadzero.errors import StateError
-from offloadzero.param_groups import GroupMembers
 from tests.support.plain_form import final_weights, make_model, make_optimizer, offloaded
 from tests.support.tiny import tokens
 

@@ -25,14 +25,14 @@ from offloadzero import zero
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.checkpoint import states
-from offloadzero.checkpoint.meta import Meta
+from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.config import load_config
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.optimizer import OPTIMIZERS
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim import CPULion
 from offloadzero.planning import engine_plan
-from offloadzero.segments import SegmentKind
 from offloadzero.update import spec as optimizer_spec
 from offloadzero.update.spec import AnySpec, UpdateForm
 from offloadzero.update.specs import SPECS, spec_of_type

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero import build
 from offloadzero.config import AioConfig
+from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine import build
 from offloadzero.errors import AioError, OffloadError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import align_up
@@ -25,7 +26,6 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.native import kernels
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step import landing
 from offloadzero.update.delivery import UpdateTicket
 from offloadzero.update.flat_layout import ParamSlot

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import offloadzero
+from offloadzero.core.torch_private import memory_of_dtensor
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.streaming import saved_tensor_hooks
-from offloadzero.torch_private import memory_of_dtensor
 from tests.support import meshes
 from tests.support.training import make_config
 

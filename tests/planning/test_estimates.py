@@ -14,13 +14,13 @@ import torch.testing._internal.distributed.fake_pg
 from torch import nn
 
 import offloadzero
+from offloadzero.api.deepspeed.estimators import Estimate
 from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
+from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.estimates import Estimate
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.segments import TierName
 from tests.support import models
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyModel

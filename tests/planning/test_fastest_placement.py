@@ -16,6 +16,7 @@ import offloadzero
 from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.model import read_model
 from offloadzero.config import BudgetConfig, OffloadConfig
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.device import find_device
 from offloadzero.planning import fastest_placement as module
 from offloadzero.planning.fastest_placement import FoundPlacement, StepTimer, fastest_placement, filling_text
@@ -25,7 +26,6 @@ from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
 from offloadzero.planning.step.rates import Rates
 from offloadzero.planning.step.work import Uses
-from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
 from tests.planning.test_auto_placement import (

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offloadzero.planning.activation_trace import MicroBatchTrace
 
 from offloadzero.cli import plan_answer
 from offloadzero.cli.main import main
-from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.fit import Change
 
 ROOT = Path(__file__).resolve().parents[2]

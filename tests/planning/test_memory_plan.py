@@ -17,6 +17,7 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.homes import idle_rules, place
@@ -27,7 +28,6 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
     updates_in_backward,
 )
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 from tests.support.tiny import TinyModel, make_engine, settings, train

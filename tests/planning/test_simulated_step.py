@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
     COMPUTE,
@@ -25,12 +27,10 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
 from offloadzero.planning.step.rates import Rates
 from offloadzero.planning.step.simulation import LaneRates, SimulatedStep, simulate_step
 from offloadzero.planning.step.work import StepWork, UnitUse, UnitWork, work_of_step
-from offloadzero.segments import TierName
 from tests.planning.test_time_model import KNOWN, TRACE
 from tests.support.tiny import settings
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
@@ -25,7 +27,6 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.step.advice import FASTER
 from offloadzero.planning.step.forecast import (
@@ -39,7 +40,6 @@ from offloadzero.planning.step.forecast import (
 from offloadzero.planning.step.rates import COPY, DRIVE, NVME_MIXED, Rates
 from offloadzero.planning.step.simulation import SimulatedStep
 from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
-from offloadzero.segments import TierName
 from tests.support.tiny import settings
 
 LANES = (H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.lifetime import wait_for_collected
+from offloadzero.engine.lifetime import wait_for_collected
 from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.support.models import Stack, features

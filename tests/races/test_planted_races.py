@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from offloadzero.core.fail_points import Point, listening
 from offloadzero.errors import NonFiniteError, OffloadError
-from offloadzero.fail_points import Point, listening
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.tickets import FINISHED, Ticket

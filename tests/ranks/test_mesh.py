@@ -17,8 +17,8 @@ import offloadzero
 from offloadzero import zero
 from offloadzero.config import load_config
 from offloadzero.config.schema import MeshConfig
+from offloadzero.engine.planned_model import plan_model
 from offloadzero.errors import ConfigError
-from offloadzero.planned_model import plan_model
 from offloadzero.ranks.mesh import (
     MeshGroups,
     find_mesh,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offloadzero.segments import TierName
+from offloadzero.core.segments import TierName
 from offloadzero.streaming import activations
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks

@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-from offloadzero import runtime
-from offloadzero.build import open_store
+from offloadzero.core.segments import SegmentKind
+from offloadzero.engine import runtime
+from offloadzero.engine.build import open_store
 from offloadzero.planning import engine_plan
 from offloadzero.ranks.group import Group
-from offloadzero.segments import SegmentKind
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, said_of, train
 

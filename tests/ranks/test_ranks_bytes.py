@@ -23,12 +23,12 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.cli.plan.model import read_model
 from offloadzero.config import UnitConfig, load_config
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.units import cut_units
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM

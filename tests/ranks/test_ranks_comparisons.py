@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import offloadzero
+from offloadzero.core.launch import launched_local_size
 from offloadzero.errors import ConfigError
-from offloadzero.launch import launched_local_size
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
 from offloadzero.ranks import process_groups

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 import offloadzero
-from offloadzero import engine_checkpoints, runtime
+from offloadzero.api import checkpoints as engine_checkpoints
+from offloadzero.engine import runtime
+from offloadzero.engine.lifetime import wait_for_collected
 from offloadzero.errors import ConfigError, RankError, StateError
-from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
 from offloadzero.ranks import board as boards
 from offloadzero.ranks import process_groups as channels

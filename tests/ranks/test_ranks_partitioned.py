@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero.config import PARTITION_KEY
-from offloadzero.limits import GRID_BYTES
-from offloadzero.segments import TierName
+from offloadzero.core.limits import GRID_BYTES
+from offloadzero.core.segments import TierName
 from tests.support import faults, meshes
 from tests.support.ranks import run_ranks
 from tests.support.sharded import digest, said_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import offloadzero
-from offloadzero import launch
+from offloadzero.core import launch
 from offloadzero.ranks import join
 from offloadzero.ranks import process_groups as of_ranks
 from offloadzero.ranks.process_groups import Channel, Ranks, make_building_channel, make_ranks

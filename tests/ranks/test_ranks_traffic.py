@@ -15,9 +15,9 @@ from torch import nn
 import offloadzero
 from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
+from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, WAIT
-from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.step.work import OF_TENSORS, ORDERS, StepTraffic, step_traffic
 from tests.cli.test_plan_model import PLENTY
 from tests.support.ranks import run_ranks

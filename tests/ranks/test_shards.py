@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.segments import SegmentKind
 from offloadzero.step.reduce_order import ReduceOrder
 from offloadzero.update.kept import gathered_regions, kept_params, kept_place, kept_regions
 from offloadzero.update.record_state import segment_slice

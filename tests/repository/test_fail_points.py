@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from offloadzero.fail_points import Point, listening, through
+from offloadzero.core.fail_points import Point, listening, through
 from tests.support.faults import delays, fails, observes, replaced
 
 TESTS = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ def test_each_point_is_passed_in_the_package_and_used_by_a_test() -> None:
 def test_no_parameter_passes_a_point_and_the_package_does_not_listen() -> None:
     assert not {file for file, _ in calls_of_through()} & set(OF_PARAMETERS)
     listens = [file for file in PACKAGE.rglob("*.py") if "listening(" in file.read_text()]
-    assert listens == [PACKAGE / "fail_points.py"]
+    assert listens == [PACKAGE / "core" / "fail_points.py"]
 
 
 def test_delays_and_faults_are_put_at_points() -> None:

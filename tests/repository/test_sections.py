@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from offloadzero.interrupts import uninterrupted
+from offloadzero.core.interrupts import uninterrupted
 from tests.support.sections import end_those_left
 
 

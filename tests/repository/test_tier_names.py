@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from offloadzero.core.segments import TierName
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tiers import DeviceTier, HostTier
-from offloadzero.segments import TierName
 
 PACKAGE = Path(__file__).parents[2] / "offloadzero"
-OWN_FILE = PACKAGE / "segments.py"
+OWN_FILE = PACKAGE / "core" / "segments.py"
 # The configuration's own words, before they are a tier.
 STRINGS = {"zero.py": 1}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadzero import torch_private
+from offloadzero.core import torch_private
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "offloadzero"
@@ -20,7 +20,7 @@ PACKAGE = ROOT / "offloadzero"
 
 def looked_up_names() -> list[str]:
     """The dotted names of functions in the module's own source; a class cannot be taken from torch once loaded."""
-    return re.findall(r'"(_C\.[\w.]*_[a-z_]+)"', (PACKAGE / "torch_private.py").read_text())
+    return re.findall(r'"(_C\.[\w.]*_[a-z_]+)"', (PACKAGE / "core" / "torch_private.py").read_text())
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ for name in sys.argv[1:]:
         delattr(operator.attrgetter(holder)(torch), attribute)
         torch.__version__ = "2.7.1"
         try:
-            import offloadzero.torch_private
+            import offloadzero.core.torch_private
         except ImportError as error:
             os.write(writing, str(error).encode())
         os._exit(0)
@@ -66,7 +66,7 @@ def test_a_torch_without_the_name_is_refused_at_import(name: str, refusals: dict
 
 
 def test_importing_the_package_does_not_look_them_up() -> None:
-    done = run_python("import offloadzero, sys; print('offloadzero.torch_private' in sys.modules)")
+    done = run_python("import offloadzero, sys; print('offloadzero.core.torch_private' in sys.modules)")
     assert done.stdout.strip() == "False", done.stderr
 
 

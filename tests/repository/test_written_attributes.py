@@ -20,7 +20,7 @@ OWN = {
     "step/account.py": {"applied", "is_closed", "refused"},
     "step/job.py": {"decision", "decided", "grad_scale", "ranges"},
     "memory/tickets.py": {"first", "given_up", "stop", "stop_was_raised", "threads", "was_raised"},
-    "lifetime.py": {"_abort", "_others_wait", "_parts"},
+    "engine/lifetime.py": {"_abort", "_others_wait", "_parts"},
 }
 CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"}
 

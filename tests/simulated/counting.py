@@ -35,7 +35,7 @@ from tests.simulated.memory import DeviceMemory
 PACKAGE = offloadzero.__path__[0] + "/"
 # A root in fp64: what is the CPU to torch needs one for correct rounding, other devices take their own in place.
 ONLY_ON_THE_CPU = "arithmetic/compact_math.py sqrt_"
-GIVEN_TO_THE_SCRIPT = "engine.py backward"  # the quotient that it returns
+GIVEN_TO_THE_SCRIPT = "api/engine.py backward"  # the quotient that it returns
 # One element, when the engine is built, for all units of a layout: it stands for weights that are away.
 PLACEHOLDER = "streaming/leased_unit.py __init__"
 NAMED = torch.device("cpu")  # the simulated device: this object; others are the host

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero import runtime
+from offloadzero.engine import runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.io import buffers
 from offloadzero.memory import device as devices

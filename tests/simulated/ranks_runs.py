@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
-from offloadzero.segments import SegmentKind
+from offloadzero.core.segments import SegmentKind
 from offloadzero.step import collect
 from offloadzero.step.collect import GradientCollector
 from offloadzero.streaming import activation_homes, activations

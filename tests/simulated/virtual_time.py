@@ -187,7 +187,7 @@ def virtual_time(
     device = VirtualDevice(bytes_per_s)
     with patch.context() as inside:
         is_host_memory = devices.is_host_memory
-        inside.setattr("offloadzero.runtime.find_device", lambda _name: device)
+        inside.setattr("offloadzero.engine.runtime.find_device", lambda _name: device)
         inside.setattr(
             devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.holds(tensor)
         )

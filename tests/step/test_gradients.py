@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.segments import SegmentKind
+from offloadzero.core.segments import SegmentKind
 from offloadzero.step.collect import GradientCollector
 from tests.support.plain_form import plain_config
 from tests.support.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference

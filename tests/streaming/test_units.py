@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offloadzero.config import UnitConfig
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.units import UnitCut, cut_units
 from offloadzero.update.records import Record, all_ranges, make_record, update_ranges
 from offloadzero.update.specs.adam import ADAM

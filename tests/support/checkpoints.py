@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
-from offloadzero.checkpoint.manifest import encode_manifest
-from offloadzero.checkpoint.names import MANIFEST, META, is_data_file
+from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
+from offloadzero.checkpoint.format.manifest import encode_manifest
+from offloadzero.checkpoint.format.names import MANIFEST, META, is_data_file
 from tests.support.tiny import all_states
 
 

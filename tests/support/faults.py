@@ -1,4 +1,4 @@
-"""Delays and faults at the fail points of the package: [Note: fail points] in offloadzero/fail_points.py.
+"""Delays and faults at the fail points of the package: [Note: fail points] in offloadzero/core/fail_points.py.
 
 Each is a context manager. A test that needs one until its end enters it in the fixture `faults`.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from offloadzero.fail_points import Point, listening
+from offloadzero.core.fail_points import Point, listening
 from offloadzero.memory.tickets import Promise, Ticket
 
 

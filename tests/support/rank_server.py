@@ -8,7 +8,7 @@ import importlib
 for name in (
     "torch._dynamo",  # the first optimizer of a process imports it, which takes most of a second
     "torch.distributed.tensor",  # autograd looks it up in the first backward
-    "offloadzero.engine",
+    "offloadzero.api.engine",
     "offloadzero.ranks.join",
     "tests.support.ranks",
     "tests.support.sharded",

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offloadzero.fail_points import Point, listening
+from offloadzero.core.fail_points import Point, listening
 from offloadzero.io.engine import AioEngine
 from tests.support.faults import begun_later
 from tests.support.training import Config, Outcome, run_engine

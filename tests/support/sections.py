@@ -1,10 +1,10 @@
-"""Sections of `offloadzero.interrupts` that are open when nothing should be in one."""
+"""Sections of `offloadzero.core.interrupts` that are open when nothing should be in one."""
 
 from __future__ import annotations
 
 import time
 
-from offloadzero.interrupts import uninterrupted
+from offloadzero.core.interrupts import uninterrupted
 
 PATIENCE_S = 10.0  # a section that closes an engine waits for a file system, which takes milliseconds
 

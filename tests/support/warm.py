@@ -29,7 +29,7 @@ from typing import Any
 
 READ_AT_START = ("OMP_", "GOMP_", "MKL_", "PYTHON", "LD_", "TORCH", "OFFLOADZERO_", "MALLOC_")
 READ_ON_FIRST_USE = ("OFFLOADZERO_ISA",)
-PRELOADED = ("offloadzero.engine", "tests.support.tiny")
+PRELOADED = ("offloadzero.api.engine", "tests.support.tiny")
 SERVER = "from tests.support.warm import next_script\nexec(next_script())"
 PR_SET_CHILD_SUBREAPER = 36
 _LIMIT = 1 << 20  # bytes of a request

@@ -13,12 +13,13 @@ from torch import nn
 
 from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import OffloadConfig, load_config
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
-from offloadzero.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.planning.engine_plan import goes_by_time
 from offloadzero.planning.fit import (
     Beside,
@@ -38,7 +39,6 @@ from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, free
 from offloadzero.planning.memory_plan import format_bytes, nvme_bytes_with_waiting, waits_on_nvme
 from offloadzero.planning.model.shapes import MAX_LAYERS
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
-from offloadzero.segments import TierName
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
 from offloadzero.update.specs.adam import ADAM

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadzero.cli.output import check_output, make_page, print_lines, save_json, save_text
 from offloadzero.config import OffloadConfig, load_config, read_config_file
-from offloadzero.config.parse import read_num_bytes
+from offloadzero.config.reading.parse import read_num_bytes
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import MAX_RANKS
 
@@ -243,7 +243,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     from offloadzero.cli.plan import measure
     from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory
     from offloadzero.cli.plan.model import read_model
-    from offloadzero.planned_model import Loop
+    from offloadzero.engine.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
     from offloadzero.planning.fit import Memory
     from offloadzero.planning.hardware import read_hardware

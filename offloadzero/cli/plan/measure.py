@@ -50,6 +50,7 @@ from offloadzero.cli.plan.computation import (
     micro_batch_rates,
 )
 from offloadzero.cli.plan.model import ModelSource
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
@@ -75,7 +76,6 @@ from offloadzero.planning.machine import (
 )
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
-from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 
@@ -390,7 +390,7 @@ class _ManyUnits(nn.Module):
 def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) -> float:
     """Return the seconds of Python in the hooks for each use of a unit, as a step's record has them."""
     import offloadzero
-    from offloadzero.launch import not_launched
+    from offloadzero.core.launch import not_launched
 
     # A shell in a launcher's job, or a pod, has the variables of ranks, for which a single process would wait.
     with not_launched(), tempfile.TemporaryDirectory(prefix="offloadzero-plan-") as directory:

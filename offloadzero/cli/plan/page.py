@@ -7,12 +7,12 @@ from typing import Any
 
 from offloadzero.cli.plan.answer import Answer
 from offloadzero.cli.plan.report import LANE_HEADER, Report, count_text, rate_text, time_text
+from offloadzero.core.segments import TierName
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import FILE_ENGINE, PYTHON
 from offloadzero.observe.timeline import LANES
 from offloadzero.planning.step.forecast import OVERLAP, Forecast, Phase
 from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
-from offloadzero.segments import TierName
 
 PAGE = "plan/page.html"
 # In the order of the chart.

@@ -8,11 +8,12 @@ from typing import Any
 
 from offloadzero.cli.output import size_text, text_table
 from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import uses_of
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.texts import duration_text
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE
-from offloadzero.planned_model import uses_of
 from offloadzero.planning.cluster import Cluster, on_cluster
 from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
@@ -28,7 +29,6 @@ from offloadzero.planning.step.forecast import (
     forecast_run,
     plan_step,
 )
-from offloadzero.segments import TierName
 
 LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
 

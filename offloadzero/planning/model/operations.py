@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from offloadzero.torch_private import (
+from offloadzero.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
     cpu_lstm,

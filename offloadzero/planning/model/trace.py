@@ -45,16 +45,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
+from offloadzero.core.torch_private import DispatchMode, fake_tensor_mode
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import align_up
 from offloadzero.planning.inputs import input_key, may_leave
 from offloadzero.planning.model.operations import formula_of, is_heavy
 from offloadzero.planning.model.shapes import next_token_loss
-from offloadzero.torch_private import DispatchMode, fake_tensor_mode
 
 MOST_IN_HEAP, HOLES, LARGEST_HOLES = 32 << 20, 0.5, 5  # [Note: holes in the heap]
-FEW = (1, 2, 3)  # [Note: blocks that are traced alike]
-MIN_BLOCKS = 8  # of fewer a trace is as fast
+FEW = (2, 3, 4)  # [Note: blocks that are traced alike]
+MIN_BLOCKS = 10  # of fewer a trace is as fast
 _BETWEEN_RANKS = ("c10d", "_c10d_functional", "c10d_functional")  # torch's namespaces of collectives
 _PLAIN = (
     bool,
@@ -212,9 +212,9 @@ def trace_blocks(
         return {f"{container}.{index}" for index in range(number)}
 
     if num_blocks >= MIN_BLOCKS and (not checkpointed or set(checkpointed) == names(num_blocks)):
-        one, two, three = (log(number, names(number) if checkpointed else ()) for number in FEW)
-        if _grown(one, two, 2) == three:
-            found = _grown(one, two, num_blocks - FEW[0])
+        short, longer, check = (log(number, names(number) if checkpointed else ()) for number in FEW)
+        if _grown(short, longer, 2) == check:
+            found = _grown(short, longer, num_blocks - FEW[0])
             if found is not None:
                 return trace_of(found)
     return trace_of(log(num_blocks, checkpointed))

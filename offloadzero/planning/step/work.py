@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from offloadzero.config import OffloadConfig
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.memory.arena import align_up
 from offloadzero.observe.collectives import (
     ALL_GATHER,
@@ -53,7 +54,6 @@ from offloadzero.planning.inputs import INPUTS_AHEAD
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.model.trace import CallInputs
 from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES
 from offloadzero.update.wire import gradient_wire, wire_regions

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from offloadzero.arithmetic.compact_math import sqrt_
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.adagrad import AdagradHyper
 from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import lion_adagrad
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
-from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, number
 

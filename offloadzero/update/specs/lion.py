@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.lion import LionHyper
 from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import lion_adagrad
 from offloadzero.optim.cpu_lion import CPULion
-from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, betas, number
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.native import sgd
-from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, number
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import AioError, CheckpointError
-from offloadzero.interrupts import is_interrupt
 
 PIECE_BYTES = 4 * 1024 * 1024
 _MAX_THREADS = 8  # enough for the fastest drives

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.safetensors_file import is_known_dtype
+from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine.lifetime import Resources
+from offloadzero.engine.planned_model import uses_of
+from offloadzero.engine.same_model import expect_same_homes, expect_same_model
 from offloadzero.errors import ConfigError
-from offloadzero.interrupts import uninterrupted
-from offloadzero.lifetime import Resources
 from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator
@@ -21,14 +24,11 @@ from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
-from offloadzero.planned_model import uses_of
 from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
-from offloadzero.same_model import expect_same_homes, expect_same_model
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.coded_reduce import CodedReduce

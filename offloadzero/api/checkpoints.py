@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offloadzero import interrupts
+from offloadzero.api.optimizer import OffloadedOptimizer
+from offloadzero.checkpoint.format.meta import LossScaleState, Meta, PartOfModel, client_dict
+from offloadzero.checkpoint.format.names import directory_of, tag_text
 from offloadzero.checkpoint.latest import Found, find_checkpoint, open_found
 from offloadzero.checkpoint.loading import (
     LoadPlan,
@@ -23,14 +25,12 @@ from offloadzero.checkpoint.loading import (
     schedule_name,
     try_schedule,
 )
-from offloadzero.checkpoint.meta import LossScaleState, Meta, PartOfModel, client_dict
-from offloadzero.checkpoint.names import directory_of, tag_text
 from offloadzero.checkpoint.parts import directory_of_part, expect_parts, expect_place, expect_room
 from offloadzero.checkpoint.states import States, save_states, save_weights
+from offloadzero.core import interrupts
+from offloadzero.engine.lifetime import EngineState
+from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import CheckpointError, StateError
-from offloadzero.lifetime import EngineState
-from offloadzero.optimizer import OffloadedOptimizer
-from offloadzero.runtime import Runtime
 
 
 @dataclass(frozen=True)

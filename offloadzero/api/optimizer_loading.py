@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from offloadzero.api.optimizer_states import step_count
 from offloadzero.arithmetic.device_math import join_master
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
-from offloadzero.optimizer_states import step_count
 from offloadzero.streaming.state_access import are_codes_of, expect_codes
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from offloadzero import launch
-from offloadzero.arguments import Collate, config_source, make_loader
+from offloadzero.api.arguments import Collate, config_source, make_loader
+from offloadzero.api.engine import Engine
+from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
+from offloadzero.api.param_groups import group_defaults
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize, with_unused_blocks
 from offloadzero.config.schema import MeshConfig
-from offloadzero.engine import Engine
+from offloadzero.core import launch
+from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
+from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
-from offloadzero.joining import config_of_rank, join_group, telling_others
 from offloadzero.lr_schedules import build_lr_scheduler
-from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
-from offloadzero.param_groups import group_defaults
 from offloadzero.parameters.dtensors import LocalParameters
-from offloadzero.runtime import Runtime
 from offloadzero.update.specs.adam import ADAM
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offloadzero.checkpoint.hashing import PIECE_BYTES, FileEntry, read_bytes
-from offloadzero.checkpoint.json_file import parse_json
-from offloadzero.checkpoint.names import MANIFEST, is_data_file
+from offloadzero.checkpoint.format.hashing import PIECE_BYTES, FileEntry, read_bytes
+from offloadzero.checkpoint.format.json_file import parse_json
+from offloadzero.checkpoint.format.names import MANIFEST, is_data_file
 from offloadzero.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024

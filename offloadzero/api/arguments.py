@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from offloadzero.api.optimizer import ConfigSource
 from offloadzero.errors import ConfigError
-from offloadzero.optimizer import ConfigSource
 
 Collate = Callable[[list[Any]], Any]
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from offloadzero import interrupts
-from offloadzero.build import (
+from offloadzero.config import OffloadConfig
+from offloadzero.core import interrupts
+from offloadzero.core.segments import TierName
+from offloadzero.engine.build import (
     Ground,
     Loop,
     build_parts,
@@ -28,9 +30,9 @@ from offloadzero.build import (
     open_store,
     plan_cut,
 )
-from offloadzero.config import OffloadConfig
+from offloadzero.engine.lifetime import EngineState, Resources, wait_for_collected
+from offloadzero.engine.same_model import agree_on_buffers
 from offloadzero.errors import RankError, StateError
-from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.device import find_device, make_current
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.tickets import Failures
@@ -43,8 +45,6 @@ from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
-from offloadzero.same_model import agree_on_buffers
-from offloadzero.segments import TierName
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.first_values import write_states
@@ -203,7 +203,7 @@ class Runtime:
         """
         if not self.group.is_first or self.hooks is None or not self.monitor.is_on:
             return None
-        from offloadzero.step_forecast import (  # late: a run without reports needs none of it
+        from offloadzero.engine.forecast import (  # late: a run without reports needs none of it
             FirstStep,
             forecast_step,
         )

@@ -21,12 +21,12 @@ from offloadzero.config import (
     settle_for_initialize,
     settle_for_offload,
 )
+from offloadzero.core.segments import TierName
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
 from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
-from offloadzero.segments import TierName
 from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm

@@ -32,17 +32,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from offloadzero.config import OffloadConfig
+from offloadzero.core.torch_private import current_autograd_node, skip_frame
+from offloadzero.engine.planned_model import uses_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
 from offloadzero.observe.forecast import NoForecastError, PlannedStep, parts_alone
 from offloadzero.observe.timeline import COLLECTIVES
-from offloadzero.planned_model import uses_of
 from offloadzero.planning.hardware import Hardware, describe, kept_hardware, kept_share
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.model.trace import CallForm, MicroBatchTrace, TraceError, trace_call
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.streaming.units import UnitCut
-from offloadzero.torch_private import current_autograd_node, skip_frame
 from offloadzero.update.spec import DTYPES
 
 _HOOKS = (  # of a module, by their attributes

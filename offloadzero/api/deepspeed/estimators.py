@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from offloadzero.config import load_config
-from offloadzero.config.parse import read_float, read_int
+from offloadzero.config.reading.parse import read_float, read_int
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import plan_model
+from offloadzero.engine.runtime import runtime_of
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.device import find_device
-from offloadzero.planned_model import plan_model
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.model.shapes import MAX_SIZE, num_blocks_of_size
 from offloadzero.ranks.shard import MAX_RANKS, divides_params
-from offloadzero.runtime import runtime_of
-from offloadzero.segments import TierName
 from offloadzero.update.spec import device_form
 from offloadzero.update.specs.adam import ADAM
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
-from offloadzero.config.parse import any_enabled, is_auto, read_bool, read_float, read_mapping, read_str
+from offloadzero.config.reading.parse import (
+    any_enabled,
+    is_auto,
+    read_bool,
+    read_float,
+    read_mapping,
+    read_str,
+)
 from offloadzero.errors import ConfigError, abbreviated
 
 T = TypeVar("T")

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from offloadzero import deepspeed_names, launch
-from offloadzero.absent import ENGINE_NAMES, no_attribute
-from offloadzero.arguments import Collate, make_loader, step_arguments
-from offloadzero.engine_checkpoints import EngineCheckpoints
+from offloadzero.api.arguments import Collate, make_loader, step_arguments
+from offloadzero.api.checkpoints import EngineCheckpoints
+from offloadzero.api.deepspeed import engine_names as deepspeed_names
+from offloadzero.api.deepspeed.missing_names import ENGINE_NAMES, no_attribute
+from offloadzero.api.optimizer import OffloadedOptimizer
+from offloadzero.core import launch
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.segments import TierName
+from offloadzero.engine.lifetime import EngineState
+from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.interrupts import uninterrupted
-from offloadzero.lifetime import EngineState
 from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.step_report import StepReport
-from offloadzero.optimizer import OffloadedOptimizer
-from offloadzero.runtime import Runtime
-from offloadzero.segments import TierName
 
 log = logging.getLogger("offloadzero")
 
@@ -48,7 +49,7 @@ class Engine:
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()`.
 
     Attributes it does not have are answers about the configuration, under DeepSpeed's names
-    (offloadzero/deepspeed_names.py), or the module's.
+    (offloadzero/api/deepspeed/engine_names.py), or the module's.
     """
 
     def __init__(

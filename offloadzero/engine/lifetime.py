@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import StateError
-from offloadzero.interrupts import is_interrupt
 from offloadzero.memory.tickets import Failures, Latch
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from offloadzero import launch
 from offloadzero.config import OffloadConfig, expect_partitionable
 from offloadzero.config.schema import MeshConfig, ObserveConfig
+from offloadzero.core import launch
+from offloadzero.core.torch_private import sharder_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import device_of_rank
-from offloadzero.torch_private import sharder_of
 
 # What is imported inside of functions loads torch.distributed.
 

@@ -16,9 +16,9 @@ import torch
 
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import LossScaleConfig
+from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import StateError
-from offloadzero.runtime import Runtime
-from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.spec import DTYPES
 
 

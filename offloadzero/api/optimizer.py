@@ -15,19 +15,19 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from offloadzero.api.optimizer_loading import plan_optimizer_load
+from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
+from offloadzero.api.param_groups import GroupMembers, expect_rates, group_defaults
 from offloadzero.config import OffloadConfig, load_config, settle_for_offload
+from offloadzero.core.fail_points import through
+from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.segments import TierName
+from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
+from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.fail_points import through
-from offloadzero.interrupts import uninterrupted
-from offloadzero.joining import config_of_rank, join_group, telling_others
 from offloadzero.observe.step_report import StepReport
-from offloadzero.optimizer_loading import plan_optimizer_load
-from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
-from offloadzero.param_groups import GroupMembers, expect_rates, group_defaults
 from offloadzero.parameters.dtensors import expect_no_dtensors
 from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
-from offloadzero.runtime import Runtime
-from offloadzero.segments import TierName
 from offloadzero.step.scaled_losses import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text

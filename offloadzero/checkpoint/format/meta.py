@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offloadzero.checkpoint.hashing import read_bytes
-from offloadzero.checkpoint.json_file import decode_plain, encode_plain, parse_json
-from offloadzero.checkpoint.names import META
+from offloadzero.checkpoint.format.hashing import read_bytes
+from offloadzero.checkpoint.format.json_file import decode_plain, encode_plain, parse_json
+from offloadzero.checkpoint.format.names import META
 from offloadzero.errors import CheckpointError, ConfigError
 
 FORMAT = "offloadzero-checkpoint"

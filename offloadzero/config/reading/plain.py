@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offloadzero.config.json_text import LongNumber, Pairs
+from offloadzero.config.reading.json_text import LongNumber, Pairs
 from offloadzero.errors import ConfigError, abbreviated
 
 MAX_DEPTH = 32

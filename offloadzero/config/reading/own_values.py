@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from offloadzero.config.parse import is_auto, read_bool, read_enum, read_int, read_str
+from offloadzero.config.reading.parse import is_auto, read_bool, read_enum, read_int, read_str
+from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
-from offloadzero.segments import TierName
 
 TIERS = tuple(tier.value for tier in TierName)
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool, file_size
-from offloadzero.checkpoint.json_file import parse_json
+from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool, file_size
+from offloadzero.checkpoint.format.json_file import parse_json
+from offloadzero.core.fail_points import through
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError
-from offloadzero.fail_points import through
-from offloadzero.interrupts import is_interrupt
 
 _DTYPE_NAMES = {
     torch.complex64: "C64",

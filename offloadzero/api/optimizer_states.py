@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.parameters.state import state_tensor
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

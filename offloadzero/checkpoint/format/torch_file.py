@@ -20,10 +20,10 @@ from typing import IO, Any, cast
 
 import torch
 
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
-from offloadzero.checkpoint.safetensors_file import TensorSpec
-from offloadzero.fail_points import through
-from offloadzero.torch_private import rebuild_tensor, rebuild_tensor_of_dtype
+from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
+from offloadzero.checkpoint.format.safetensors_file import TensorSpec
+from offloadzero.core.fail_points import through
+from offloadzero.core.torch_private import rebuild_tensor, rebuild_tensor_of_dtype
 
 # The classes by which the format names the dtype of a storage; those of later dtypes have none.
 _STORAGES = {
