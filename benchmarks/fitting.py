@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from offloadzero.errors import BudgetError
 from offloadzero.io.engine import AioEngine
 from offloadzero.update.spec import UpdateForm
 
-GIB = 1 << 30
+GIB, PIECE = 1 << 30, 64 << 20
 
 # Shares of the free bytes: activations, the process itself, torch's allocator and the page cache need the rest.
 HOST_SHARE = 0.85
@@ -85,9 +86,11 @@ def largest_in_time(
     return int(seconds / per_param_s)
 
 
-def drive_gbps(directory: Path, *, num_bytes: int = GIB) -> tuple[float, float]:
-    """Read and write one file of `num_bytes` once, past the page cache where the filesystem can; return the rates."""
-    data = torch.zeros(64 << 20, dtype=torch.uint8)
+def drive_gbps(directory: Path, *, num_bytes: int | None = None) -> tuple[float, float]:
+    """Read and write one file of 1 GiB once, past the page cache where the filesystem can; return the rates."""
+    if num_bytes is None:
+        num_bytes = min(GIB, shutil.disk_usage(directory).free // 4 // PIECE * PIECE)
+    data = torch.zeros(PIECE, dtype=torch.uint8)
     data.random_()
     starts = range(0, num_bytes, data.numel())
     with (

@@ -107,7 +107,7 @@ def available_memory() -> int:
 
 
 LEAST_FREE = GIB  # what is left to others while memory is taken
-PATIENCE_S = 3.0  # for memory that a machine shows while it is taken
+PATIENCE_S = 8.0  # for memory that a machine shows while it is taken
 
 
 def take_memory(num_bytes: int, *, seconds: float) -> int:

@@ -91,8 +91,10 @@ def _end_group(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S - 1.0)
     _signal_group(process, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds cannot be ended
-        process.wait(1.0)
+    with contextlib.suppress(
+        subprocess.TimeoutExpired
+    ):  # to give up many gigabytes of pinned memory takes seconds
+        process.wait(5.0)
 
 
 def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -38,7 +38,7 @@ from offloadzero.update.spec import UpdateForm, device_form  # noqa: E402
 from offloadzero.update.specs.adam import ADAM  # noqa: E402
 
 MIB, GIB, GB = 1 << 20, 1 << 30, 1e9
-NUM_SAMPLES, NUM_CORES = 5, len(os.sched_getaffinity(0))
+NUM_SAMPLES, NUM_CORES = 3, len(os.sched_getaffinity(0))
 UPDATE_BYTES = 26  # of memory per parameter: DESIGN, the state layouts
 HYPER = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 UNIT_US = 300.0  # Python for each use of a unit; the slice `where` measures it
@@ -89,9 +89,9 @@ class Rates:
         populated_s = time.perf_counter()
         self.device.pin(buffer, label="the buffers of this measurement")
         pinned_s, tens = time.perf_counter(), 2 * num_bytes / (10 * GB)
-        self.tell(
-            take_s_per_10gb=(populated_s - start_s) / tens, pin_s_per_10gb=(pinned_s - populated_s) / tens
-        )
+        if self.on_cuda:  # the CPU pins nothing
+            taking_s, pinning_s = populated_s - start_s, pinned_s - populated_s
+            self.tell(take_s_per_10gb=taking_s / tens, pin_s_per_10gb=pinning_s / tens)
         here, there = buffer.split(num_bytes), [self.device.allocate(num_bytes).zero_() for _ in range(2)]
         ways = {"h2d": (there[0], here[0]), "d2h": (here[1], there[1])}
         lanes = {way: self.accelerator.lane(way, Failures()) for way in ways}

@@ -79,7 +79,8 @@ class Case(NamedTuple):
     def config(self, directory: Path, device: str) -> Config:
         config = make_config("host", directory, clipping=CLIPPING if self.clips else 0.0)
         del config["offloadzero"]["placement"]  # a share on the device goes without
-        own = {"offloadzero": {"device": device}}
+        # Some biases have no gradient but rounding, of which Adam makes whole steps where eps is small.
+        own = {"offloadzero": {"device": device}, "optimizer": {"params": {"eps": 1e-4}}}
         return merge(merge(merge(config, own), VARIANTS[self.variant]), PLACEMENTS[self.placement])
 
 
@@ -165,8 +166,8 @@ def run(device: str, folder: Path) -> int:
             found = check(case, folder, device, known)
         except Exception as error:  # of one case: the others have their own
             traceback.print_exc()
-            found = {"problem": f"{type(error).__name__}: {error}"}
-        is_good = is_good and found["problem"] is None
+            found = {"error": f"{type(error).__name__}: {error}"}
+        is_good = is_good and "error" not in found and found["problem"] is None
         print(json.dumps({"cases": {case.name: found}}), flush=True)
     return 0 if is_good else 1
 

@@ -35,7 +35,8 @@ NUM_MEANWHILE = 3  # things on the host that are named for a gap
 MAX_TRACE_BYTES = 10 << 20
 HOOK = "hook: "
 KERNELS = ("kernel", "gpu_memset")
-ON_HOST = ("cpu_op", "cuda_runtime", "cuda_driver", "user_annotation")
+OF_DRIVER = ("cuda_runtime", "cuda_driver")
+ON_HOST = ("cpu_op", "user_annotation")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 NUM_WARMUP_STEPS = 2
 
@@ -125,7 +126,7 @@ def gaps(events: Sequence[Event]) -> list[tuple[float, float, str]]:
 
 def longest_gaps(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return the longest gaps, and what the host did for most of each."""
-    on_host = [event for event in events if event.get("cat") in ON_HOST]
+    on_host = [event for event in events if event.get("cat") in ON_HOST] + calls_of_launching(events)
     begin_us = min(event["ts"] for event in events)
     return [
         {
@@ -146,13 +147,19 @@ def _meanwhile(on_host: Iterable[Event], start: float, end: float) -> list[str]:
     return [f"{name[:50]} {us:.0f} us" for name, us in longest if us > 0]
 
 
+def calls_of_launching(events: Sequence[Event]) -> list[Event]:
+    """Return the driver's calls from threads that launch kernels: those of the lanes sleep in it for most of a step."""
+    calls = [event for event in events if event.get("cat") in OF_DRIVER]
+    launching = {event["tid"] for event in calls if "Launch" in event["name"]}
+    return [event for event in calls if event["tid"] in launching]
+
+
 def per_unit(events: Sequence[Event], num_units: int) -> dict[str, float]:
     """Return launches and waits of the host for the device, by name and unit."""
     counts: Counter[str] = Counter()
-    for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            name = event["name"]
-            counts["launches" if "Launch" in name else name if name in WAITS else ""] += 1
+    for event in calls_of_launching(events):
+        name = event["name"]
+        counts["launches" if "Launch" in name else name if name in WAITS else ""] += 1
     return {name: count / num_units for name, count in counts.items() if name}
 
 

@@ -7,7 +7,8 @@
 
 FLOPs are counted as DESIGN's bound counts them: 8 per parameter and token with activation recomputation (a forward,
 its repetition, and a backward of two), 6 without; attention scores are left out. `--placement none` is the computation
-alone: weights resident in plain torch, gradients dropped, no update. Prints JSON, one object in one line.
+alone: weights resident in plain torch, gradients dropped, no update. Prints JSON: a line with the figures as soon as
+the steps are done, and one with all of it when the engine is closed.
 """
 
 from __future__ import annotations
@@ -127,30 +128,36 @@ def run(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         step_s: list[float] = []
         losses: list[float] = []
         for number in range(args.steps):
-            if not has_time_for_a_step(args, started_s, step_s):
+            if not has_time_for_a_step(args, step_s):
                 break
             batches = [draw(args, found["size"]["vocab_size"], generator) for _ in range(args.accumulation)]
             start_s = time.perf_counter()
             losses.append(step(batches).item())  # waits for the device: the step's time is the device's
             step_s.append(time.perf_counter() - start_s)
             print(f"step {number}: {step_s[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    num_tokens = args.batch_size * args.seq_len * args.accumulation
-    median_s = statistics.median(step_s[args.warmup :])
-    flops = 8 * found["num_params"] * num_tokens
+        found |= {
+            "step_s": step_s,
+            "losses": losses,
+            "torch": torch.__version__,
+            **rates(args, found, step_s),
+        }
+        print(
+            json.dumps(found), flush=True
+        )  # to close an engine of many gigabytes may take longer than is left
     steps_file = Path(directory) / "run" / "steps.jsonl"
+    own = own_figures(steps_file, args.warmup) if steps_file.exists() else {}
+    return {**vars(args), **found, **planned, **own}
+
+
+def rates(args: argparse.Namespace, found: dict[str, Any], step_s: Sequence[float]) -> dict[str, Any]:
+    num_tokens = args.batch_size * args.seq_len * args.accumulation
+    flops, median_s = 8 * found["num_params"] * num_tokens, statistics.median(step_s[args.warmup :])
     return {
-        **vars(args),
-        **found,
-        **planned,
-        "torch": torch.__version__,
         "median_step_s": median_s,
         "tokens_per_s": num_tokens / median_s,
         "flops_per_step": flops,
         "tflops": flops / median_s / 1e12,
         "peak_device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
-        "step_s": step_s,
-        "losses": losses,
-        **(bound(steps_file, args.warmup) if steps_file.exists() else {}),
     }
 
 
@@ -218,7 +225,8 @@ def forecast(args: argparse.Namespace, directory: str) -> Iterator[dict[str, Any
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
             yield found
-            process.wait(FORECAST_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(FORECAST_S)
         finally:
             process.kill()
             process.wait()
@@ -277,15 +285,15 @@ def plain(args: argparse.Namespace, _: str) -> Made:
     yield step, {"device": device_name(device), "num_params": num_params, "size": vars(size)}
 
 
-def has_time_for_a_step(args: argparse.Namespace, started_s: float, step_s: list[float]) -> bool:
+def has_time_for_a_step(args: argparse.Namespace, step_s: Sequence[float]) -> bool:
     """Whether another step fits in the time. The least number of steps is done in any case, or there is no figure."""
-    if args.time_limit_s is None or len(step_s) <= args.warmup:
+    if args.end_s is None or len(step_s) <= args.warmup:
         return True
-    return time.perf_counter() - started_s + step_s[-1] < args.time_limit_s
+    return time.monotonic() + step_s[-1] < args.end_s
 
 
-def bound(path: Path, num_warmup: int) -> dict[str, Any]:
-    """Return seconds and bytes of each lane, waits, and the bound: medians of the timed steps."""
+def own_figures(path: Path, num_warmup: int) -> dict[str, Any]:
+    """Return seconds and bytes of each lane, waits, and the bound by the run's own record: medians of timed steps."""
     steps = [json.loads(line) for line in path.read_text().splitlines()][num_warmup:]
 
     def medians(key: str) -> dict[str, float]:
@@ -297,8 +305,8 @@ def bound(path: Path, num_warmup: int) -> dict[str, Any]:
         "lane_bytes": medians("bytes"),
         "lane_busy_s": medians("busy_s"),
         "waits_s": medians("waits_s"),
-        "bound_s": statistics.median(step["bound_s"] for step in steps),
-        "efficiency": statistics.median(step["efficiency"] for step in steps),
+        "own_bound_s": statistics.median(step["bound_s"] for step in steps),
+        "own_efficiency": statistics.median(step["efficiency"] for step in steps),
     }
 
 
@@ -333,7 +341,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefetch-units", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed")
-    parser.add_argument("--time-limit-s", type=float, help="no further step that would end later than this")
+    parser.add_argument("--end-s", type=float, help="no further step that ends later, on time.monotonic()")
     parser.add_argument(
         "--drive-time-s", type=float, help="with --fit: the drive's share of building and steps"
     )

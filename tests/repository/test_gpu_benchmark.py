@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -123,11 +124,12 @@ def test_modules_that_lie_there_are_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:
-    done = run_gpu("first", "--out", str(tmp_path))
+    done = run_gpu("rates", "first", "--out", str(tmp_path))
     assert done.returncode == 3
-    assert done.stderr.endswith(
-        f"missing: a CUDA device: torch {torch.__version__} finds none; --device cpu needs none\n"
+    assert done.stderr == (
+        f"gpu.sh: error: missing: a CUDA device: torch {torch.__version__} finds none; --device cpu needs none\n"
     )
+    assert "right" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -137,11 +139,13 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
         (["first", "--parameters", "2X"], "argument --parameters: '2X': a positive number, K, M or B behind it: 20M"),
         (["first", "--memory", "110GB"], "argument --memory: '110GB': a positive number, GiB behind it or bytes"),
         (["first", "--nvme-dir", "nowhere"], "--nvme-dir: {}/nowhere is not a directory"),
+        (["first", "--batch-size", "-3"], "argument --batch-size: '-3': a positive number"),
+        (["first", "--out", "/proc/here"], "--out: [Errno 2] No such file or directory: '/proc/here'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / given) if given == "nowhere" else given for given in arguments]
-    done = run_gpu(*arguments, "--device", "cpu", "--out", str(tmp_path / "out"))
+    done = run_gpu("--device", "cpu", "--out", str(tmp_path / "out"), *arguments)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"gpu.sh: error: {words.format(tmp_path)}")
     assert not (tmp_path / "out").exists()
@@ -232,12 +236,13 @@ def test_a_slice_costs_its_own_results(
     found = json.loads((tmp_path / "first.json").read_text())["slices"]
     assert [found[name]["found"] for name in ("one", "two", "three")] == [1, 1, 1]
     assert [found[name]["status"] for name in ("one", "two", "three")] == ["ok", STATUS[what], "ok"]
+    assert not list(tmp_path.glob("gpu-run-*"))
     said = capsys.readouterr().out
-    assert f"FAILED two: {STATUS[what]}" in said
+    assert re.search(f"FAILED two: .*{STATUS[what]}", said)
     assert (tmp_path / "first.md").read_text() in said
     if what == "fails":
         assert "Traceback" in found["two"]["error"]
-        assert "FAILED two: exit status 1: RuntimeError: the whole story" in said
+        assert "FAILED two: RuntimeError: the whole story: exit status 1" in said
 
 
 def test_an_error_of_a_slice_of_our_own_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +293,8 @@ def run_of(step_s: float, **more: Any) -> dict[str, Any]:
         "status": "ok",
         "num_params": 7_000_000_000,
         "median_step_s": step_s,
+        "step_s": [9.0, step_s - 0.1, step_s, step_s + 0.1],
+        "warmup": 1,
         "tokens_per_s": 16384 / step_s,
         "flops_per_step": 8e14,
         "tflops": 800 / step_s,
@@ -307,7 +314,6 @@ def whole(**slices: Any) -> dict[str, Any]:
         "right": {
             "triton": "the host kernel's bits",
             "cases": {f"case {n}": {"problem": None, "of_torch": 1e-4 * n} for n in range(8)},
-            "runs": {"memcheck": {"status": "ok"}},
         },
         "rates": {"rates": {"matmul_tflops": 800.0, "h2d_gbps": 55.0}},
         "fast": {
@@ -337,15 +343,17 @@ def test_the_table_says_what_was_found() -> None:
     lines = text.splitlines()
     assert len(lines) <= 40
     assert lines[0] == "machine: device H200, host_gib 110.0"
-    assert "right: 8 of 8 trainings, at most 7.0e-04 from plain torch" in text
-    assert "memcheck: ok" in text
+    assert (
+        "right: 8 of 8 trainings bitwise as with all states on the device, at most 7.0e-04 (1e-3 is allowed)"
+        in text
+    )
     assert "rates: matrix product 800 TFLOPS, h2d 55.0" in text
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     host = dict(zip(table[0], table[2], strict=True))
     assert host == {
         "run": "host, clipping",
         "parameters": "7B",
-        "s/step": "2.500",
+        "s/step": "2.500 (2.400-2.600)",
         "forecast": "2.250 (compute)",
         "tokens/s": "6,554",
         "TFLOPS 8P": "320",
@@ -356,6 +364,8 @@ def test_the_table_says_what_was_found() -> None:
         "by": "T_compute",
         "overlap": "80.0%",
     }
+    alone = dict(zip(table[0], table[3], strict=True))
+    assert (alone["run"], alone["bound s"], alone["overlap"]) == ("computation alone", "", "")
     assert "waits, host, clipping: update 500 ms, fetch 250 ms" in text
     assert "where: a step of 1000.0 ms, idle 10.0%; per unit: launches 120.0" in text
     assert "hooks, us per unit: _enter 90" in text
@@ -374,6 +384,9 @@ def test_the_table_stays_short_where_all_fails() -> None:
     assert max(map(len, text.splitlines())) <= 180
     assert "right: 0 of 32" in text
     assert "WRONG: case 0: not bitwise" in text
+    assert "WRONG: 29 more" in text
+    late = {"right": {"cases": {"a": {"error": "OSError: no space"}}, "status": "exit status 1"}}
+    assert "NOT RUN: a: OSError: no space" in report.text_of({"slices": late})
     assert text.count("ValueError: why") == len(failed)
     assert "not all went well" in text
     assert report.text_of({"slices": {}}) == "\n"
@@ -404,6 +417,10 @@ def test_gaps_of_the_stream_that_computes(tmp_path: Path) -> None:
         event("b", 180, 300, stream=7),
         event("c", 301, 400, stream=7),
         event("copy", 150, 180, stream=9),
+        {
+            **event("cudaEventSynchronize", 0, 400, "cuda_runtime"),
+            "tid": 2,
+        },  # a lane's thread, which only waits
         event("cudaEventSynchronize", 140, 170, "cuda_runtime"),
         event("cudaLaunchKernel", 170, 172, "cuda_runtime"),
         event("cudaLaunchKernel", 175, 176, "cuda_runtime"),
@@ -411,7 +428,7 @@ def test_gaps_of_the_stream_that_computes(tmp_path: Path) -> None:
     longest, short = where.longest_gaps(events)
     assert longest == {
         "us": 30,
-        "at_us": 50,
+        "at_us": 180 - 30 - 0,
         "before": "b",
         "meanwhile": ["cudaEventSynchronize 20 us", "cudaLaunchKernel 3 us"],
     }
@@ -460,15 +477,17 @@ FIRST = ("modules", "memory", "right", "rates", "fast", "where")
 def test_slices_run_with_the_cpu_as_the_device(tmp_path: Path) -> None:
     files, out = tmp_path / "drive", tmp_path / "out"
     files.mkdir()
-    names = FIRST if IN_FULL else ("rates", "nvme", "where")
+    names = FIRST if IN_FULL else ("modules", "rates", "nvme", "where")
     options = ("--device", "cpu", "--parameters", "900K", "--seq-len", "16", "--nvme-dir", str(files))
-    done = run_gpu(*(("first",) if IN_FULL else names), *options, "--out", str(out), timeout_s=320)
+    done = run_gpu(*(("first",) if IN_FULL else names[1:]), *options, "--out", str(out), timeout_s=320)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = {}
     for path in out.glob("*.json"):
         found |= json.loads(path.read_text()).get("slices", {})
     assert sorted(found) == sorted(names)
-    assert {one["status"] for one in found.values()} == {"ok"}
+    assert {name: one["status"] for name, one in found.items() if one["status"] != "ok"} == (
+        {"memory": "skipped"} if IN_FULL else {}
+    )
     runs = {name: run for one in found.values() for name, run in one.get("runs", {}).items()}
     assert sorted(runs) == sorted(
         ["host, clipping", "computation alone", "host, no clipping"] if IN_FULL else ["nvme"]
@@ -481,18 +500,18 @@ def test_slices_run_with_the_cpu_as_the_device(tmp_path: Path) -> None:
     assert os.listdir(files) == []
 
 
-# Of each process of a run: the file of the package's or of Python's in which it is held up, and the function there.
+# Of a process of each slice: the module and the function in which it is held up, and the calls that go well before.
 PLACES = {
-    "modules": ("gpu_machine.py", "platform", "release"),
-    "right": ("gpu_right.py", "offloadzero.memory.device", "CpuDevice.copy"),
-    "rates": ("gpu_rates.py", "offloadzero.memory.device", "CpuDevice.copy"),
-    "fast": ("large_model.py", "offloadzero.memory.device", "CpuDevice.copy"),
-    "where": ("gpu_where.py", "offloadzero.memory.device", "CpuDevice.copy"),
+    "modules": ("gpu_machine.py", "platform", "release", 0),
+    "right": ("gpu_right.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
+    "rates": ("gpu_rates.py", "offloadzero.memory.device", "CpuDevice.copy", 6),
+    "fast": ("large_model.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
+    "where": ("gpu_where.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
 }
 SITE = """
 import importlib, sys, threading, time
 
-SCRIPT, MODULE, NAME, WHAT = {fault!r}
+SCRIPT, MODULE, NAME, NUM_GOOD, WHAT = {fault!r}
 
 def spoil():
     while MODULE not in sys.modules or not hasattr(sys.modules[MODULE], NAME.split(".")[0]):
@@ -505,7 +524,7 @@ def spoil():
 
     def spoiled(*arguments, **keys):
         calls.append(None)
-        if len(calls) > (0 if MODULE == "platform" else 40):
+        if len(calls) > NUM_GOOD:
             if WHAT == "stalls":
                 time.sleep(1000)
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -550,7 +569,7 @@ def test_a_device_that_stalls_or_fails_in_a_slice(name: str, what: str, tmp_path
     process = start_first(out, PYTHONPATH=str(site))
     said, found = ended_first(process, begun_s, out)
     assert process.returncode == 1
-    assert [one for one in FIRST if found[one]["status"] != "ok"] == [name], said
+    assert [one for one in FIRST if found[one]["status"] not in ("ok", "skipped")] == [name], said
     assert f"FAILED {name}: " in said
     if what == "fails":
         parts = [found[name], *found[name].get("runs", {}).values()]
@@ -579,7 +598,7 @@ def test_a_process_that_is_killed_at_any_moment(seed: int, tmp_path: Path) -> No
     said, found = ended_first(process, begun_s, out)
     killer.join()
     assert list(found) == list(FIRST)
-    bad = [name for name in FIRST if found[name]["status"] != "ok"]
+    bad = [name for name in FIRST if found[name]["status"] not in ("ok", "skipped")]
     assert len(bad) == len(killed) <= 1, said
     if bad:
         assert "killed by signal 9" in found[bad[0]]["status"]
