@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from offloadzero.planning.machine import describe_machine, describe_versions  # noqa: E402
+
 NATIVE_MODULES = ("io._aio", "native._kernels", "native._termination")
 GIB = 1 << 30
 CANNOT_RUN = 3  # exit status
@@ -28,19 +31,18 @@ CANNOT_RUN = 3  # exit status
 
 
 def look(device: str) -> dict[str, Any]:
-    """Return the facts for the report. Raises ImportError where torch or a native module cannot be loaded."""
+    """Return the facts for the report."""
     torch = importlib.import_module("torch")
+    link = "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"
+    machine = describe_machine()
     found: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cores": len(os.sched_getaffinity(0)),
+        **describe_versions("torch", "triton"),
+        **{key: machine[key] for key in ("cpu", "num_cores", "kernel")},
         "host_gib": available_memory() / GIB,
-        "driver": _driver(),
-        "commit": _commit(),
+        "driver": _output_of("nvidia-smi", link, "--format=csv,noheader"),
+        "commit": _output_of("git", "describe", "--always", "--dirty"),
     }
     if device != "cpu":
         free, total = torch.cuda.mem_get_info()
@@ -70,30 +72,11 @@ def _absent_modules() -> list[str]:
     return absent
 
 
-def _version(name: str) -> str | None:
-    try:
-        return str(importlib.import_module(name).__version__)
-    except ImportError:
-        return None
-
-
 def _output_of(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False, cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _driver() -> str | None:
-    return _output_of(
-        "nvidia-smi",
-        "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max",
-        "--format=csv,noheader",
-    )
-
-
-def _commit() -> str | None:
-    return _output_of("git", "describe", "--always", "--dirty")
 
 
 # --- memory ---

@@ -502,7 +502,7 @@ def test_slices_run_with_the_cpu_as_the_device(tmp_path: Path) -> None:
 
 # Of a process of each slice: the module and the function in which it is held up, and the calls that go well before.
 PLACES = {
-    "modules": ("gpu_machine.py", "platform", "release", 0),
+    "modules": ("gpu_machine.py", "platform", "python_version", 0),
     "right": ("gpu_right.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
     "rates": ("gpu_rates.py", "offloadzero.memory.device", "CpuDevice.copy", 6),
     "fast": ("large_model.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
