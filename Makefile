@@ -62,7 +62,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/ranks/test_ranks_parity.py tests/ranks/test_ranks_models.py tests/ranks/test_ranks_bytes.py \
 	tests/ranks/test_ranks_order.py tests/ranks/test_ranks_kills.py tests/ranks/test_ranks_quantized.py \
 	tests/planning/test_random_budgets.py tests/planning/test_memory_limits.py tests/repository/test_benchmarks.py \
-	tests/repository/test_gpu_benchmark.py tests/races/test_first_cases.py \
+	tests/repository/test_gpu_runs.py tests/races/test_first_cases.py \
 	tests/ranks/test_ranks_mesh.py tests/ranks/test_ranks_simulated.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
 	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py \
