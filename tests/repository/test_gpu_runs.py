@@ -69,7 +69,7 @@ PLACES = {
     "right": ("gpu_right.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
     "rates": ("gpu_rates.py", "offloadzero.memory.device", "CpuDevice.copy", 6),
     "fast": ("large_model.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
-    "where": ("gpu_where.py", "offloadzero.memory.device", "CpuDevice.copy", 40),
+    "where": ("gpu_where.py", "offloadzero.memory.device", "CpuDevice.copy", 12),
 }
 SITE = """
 import importlib, sys, threading, time
