@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from llama_model import Llama, size_with
-from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.machine import available_host_bytes
 
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName

@@ -84,7 +84,7 @@ def _output_of(*command: str) -> str | None:
 
 def available_memory() -> int:
     """Return the bytes of host memory that an engine takes to be free."""
-    from offloadzero.planning.probe import available_host_bytes
+    from offloadzero.planning.machine import available_host_bytes
 
     return available_host_bytes()
 

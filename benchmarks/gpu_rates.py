@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from gpu_machine import available_memory  # noqa: E402
-from offloadzero.cli.plan_computation import block_rates  # noqa: E402
+from offloadzero.cli.plan.computation import block_rates  # noqa: E402
 
 from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
 from offloadzero.memory.arena import allocate_host  # noqa: E402

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.planning import probe
+from offloadzero.planning import machine as probe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
