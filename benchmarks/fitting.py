@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from llama_model import Llama, size_with
-from offloadzero.planning.machine import available_host_bytes
 
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model
 from offloadzero.errors import BudgetError
 from offloadzero.io.engine import AioEngine
+from offloadzero.planning.machine import available_host_bytes
 from offloadzero.update.spec import UpdateForm
 
 GIB, PIECE = 1 << 30, 64 << 20

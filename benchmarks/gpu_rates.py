@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from gpu_machine import available_memory  # noqa: E402
-from offloadzero.cli.plan.computation import block_rates  # noqa: E402
 
+from offloadzero.cli.plan.computation import block_rates  # noqa: E402
 from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
 from offloadzero.memory.arena import allocate_host  # noqa: E402
 from offloadzero.memory.device import find_device  # noqa: E402

@@ -24,7 +24,7 @@ from offloadzero.planning.memory_plan import (
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.streaming.units import checkpointed_modules, cut_units
+from offloadzero.streaming.building.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import device_form
 from offloadzero.update.specs import spec_of_type

@@ -22,11 +22,11 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.process_group import telling_others
 from offloadzero.engine.runtime import Runtime, runtime_of
 from offloadzero.errors import ConfigError, OffloadError, StateError
-from offloadzero.memory.heap import FreedMemory
+from offloadzero.memory.pages import FreedMemory
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.ranks.shard import divides_params
-from offloadzero.streaming.gathered_block import GatheredBlock
-from offloadzero.streaming.spill import (
+from offloadzero.streaming.access.gathered_parameters import GatheredBlock
+from offloadzero.streaming.building.spill import (
     SpilledWeight,
     can_spill,
     is_in_parts,
@@ -39,7 +39,7 @@ from offloadzero.update.records import Record
 
 if TYPE_CHECKING:  # imported late, as they load torch.distributed
     from offloadzero.ranks.building import BuildingRanks
-    from offloadzero.streaming.divided import LentParameters
+    from offloadzero.streaming.building.divided import LentParameters
 
 # Smaller parameters stay in memory until the model is offloaded: a file each would cost more than it saves.
 MIN_SPILL_ELEMENTS = 4096
@@ -233,7 +233,7 @@ class Init:
             name = f"{type(module).__name__}.{name}"
             is_large = param.numel() >= MIN_SPILL_ELEMENTS
             if self._ranks is not None:
-                from offloadzero.streaming.divided import spill_divided
+                from offloadzero.streaming.building.divided import spill_divided
 
                 directory = self._next_directory(param.nbytes) if is_large else None
                 spill_divided(param, name=name, directory=directory, ranks=self._ranks)
@@ -373,7 +373,9 @@ class GatheredParameters:
             self._built.append(_Built(param, param.data.clone(), spilled))
 
     def _lend(self, params: Iterable[nn.Parameter]) -> None:
-        from offloadzero.streaming.divided import LentParameters  # imported here: it loads torch.distributed
+        from offloadzero.streaming.building.divided import (
+            LentParameters,  # imported here: it loads torch.distributed
+        )
 
         self._lent = LentParameters(self._modifier_rank)
         self._lent.lend(params)

@@ -14,8 +14,8 @@ from offloadzero.api.optimizer_states import step_count
 from offloadzero.arithmetic.device_math import join_master
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
-from offloadzero.streaming.state_access import are_codes_of, expect_codes
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.access.states import are_codes_of, expect_codes
+from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec

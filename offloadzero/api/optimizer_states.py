@@ -17,7 +17,7 @@ import torch
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.parameters.state import state_tensor
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

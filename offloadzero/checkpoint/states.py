@@ -61,7 +61,7 @@ from offloadzero.checkpoint.partial import (
 from offloadzero.checkpoint.stored_states import form_of, state_names
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

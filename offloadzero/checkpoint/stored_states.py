@@ -14,7 +14,7 @@ import torch
 
 from offloadzero.checkpoint.format.safetensors_file import TensorSpec
 from offloadzero.core.segments import SegmentKind
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, StateCodes

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from offloadzero.activations.input_parts import InputParts
+from offloadzero.activations.memory import PlannedMemory
+from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
 from offloadzero.core.interrupts import uninterrupted
@@ -31,32 +34,29 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
-from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.landing import Landing
-from offloadzero.step.param_grad import GradientAccess
-from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import WindowGradients
-from offloadzero.step.reduction import Reduction
-from offloadzero.step.window import GradientWindow
-from offloadzero.streaming.activation_memory import PlannedMemory
-from offloadzero.streaming.activations import ActivationStore, make_activation_store
-from offloadzero.streaming.announcements import Announcements
+from offloadzero.step.reduction.coded import CodedReduce
+from offloadzero.step.reduction.piecewise import PiecewiseReduce
+from offloadzero.step.reduction.reduction import Reduction
+from offloadzero.step.script.param_grad import GradientAccess
+from offloadzero.step.script.window import GradientWindow
+from offloadzero.streaming.access.agreed_reads import Announcements
+from offloadzero.streaming.access.gathered_values import ScriptBlocks
+from offloadzero.streaming.access.homes import HomeAccess
+from offloadzero.streaming.access.unit_reads import UnitReads
+from offloadzero.streaming.access.weights import WeightAccess
+from offloadzero.streaming.building.spill import file_bytes, host_bytes
+from offloadzero.streaming.building.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.home_access import HomeAccess
-from offloadzero.streaming.input_parts import InputParts
-from offloadzero.streaming.near_copies import NearCopies
-from offloadzero.streaming.script_blocks import ScriptBlocks
-from offloadzero.streaming.spill import file_bytes, host_bytes
+from offloadzero.streaming.hpz_copies import NearCopies
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.streaming.unit_gather import UnitGather
-from offloadzero.streaming.unit_reads import UnitReads
-from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
-from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record

@@ -42,7 +42,7 @@ from offloadzero.planning.hardware import Hardware, describe, kept_hardware, kep
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.model.trace import CallForm, MicroBatchTrace, TraceError, trace_call
 from offloadzero.planning.step.forecast import plan_step
-from offloadzero.streaming.units import UnitCut
+from offloadzero.streaming.building.units import UnitCut
 from offloadzero.update.spec import DTYPES
 
 _HOOKS = (  # of a module, by their attributes

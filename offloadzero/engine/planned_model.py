@@ -27,7 +27,7 @@ from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
 from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
-from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units
+from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type

@@ -21,7 +21,7 @@ def telling_others() -> AbstractContextManager[None]:
     """Tell an error of the block to the other ranks of the process group, which wait for this one."""
     if launch.group_size() == 1:
         return nullcontext()
-    from offloadzero.ranks.board import telling_others as telling_ranks
+    from offloadzero.ranks.failure_board import telling_others as telling_ranks
 
     return telling_ranks()
 
@@ -40,7 +40,7 @@ def join_group(model: object) -> tuple[int, int]:
         with telling_others():
             _expect_unwrapped(model, world_size)
     if world_size > 1 and isinstance(model, nn.Module):
-        from offloadzero.streaming.divided import announce_start
+        from offloadzero.streaming.building.divided import announce_start
 
         announce_start(model.parameters())
     return rank, world_size

@@ -47,11 +47,11 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
-from offloadzero.streaming.first_values import write_states
+from offloadzero.streaming.access.slot_weight import answer_for
+from offloadzero.streaming.building.initial_values import write_states
+from offloadzero.streaming.building.original_form import OriginalForm
+from offloadzero.streaming.building.units import UnitCut
 from offloadzero.streaming.hooks import ModelHooks
-from offloadzero.streaming.original_form import OriginalForm
-from offloadzero.streaming.slot_weight import answer_for
-from offloadzero.streaming.units import UnitCut
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec

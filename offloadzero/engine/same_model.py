@@ -15,7 +15,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.planning.homes import Placement
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.mesh import expect_whole_gradient
-from offloadzero.streaming.spill import is_in_parts, spilled_weight
+from offloadzero.streaming.building.spill import is_in_parts, spilled_weight
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -41,7 +41,7 @@ from offloadzero.core.torch_private import (
     skip_methods,
 )
 from offloadzero.errors import OffloadError, StateError
-from offloadzero.memory.heap import FreedMemory
+from offloadzero.memory.pages import FreedMemory
 from offloadzero.parameters import collectives
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.trees import leaves_of, map_leaves

@@ -38,7 +38,7 @@ from offloadzero.planning.inputs import INPUT_BYTES_KEY, InputPlan, input_plan
 from offloadzero.ranks.shard import divides_params, kept_elements
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
-from offloadzero.update.wire import (
+from offloadzero.update.wire_codes import (
     gradient_code_bytes,
     gradient_piece_bytes,
     near_copy_bytes,

@@ -49,13 +49,13 @@ from offloadzero.observe.collectives import (
 from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.ranks.aborting import abort_groups
 from offloadzero.ranks.agreement import agreed_totals
-from offloadzero.ranks.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.ranks.comparing import digest, machine
 from offloadzero.ranks.descriptors import make_room_for_groups
+from offloadzero.ranks.failure_board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.ranks.group import Collectives, Group, TakenStep
 from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
-from offloadzero.ranks.standstill import WAITED_S, Standstill, Watch
+from offloadzero.ranks.stall_watch import WAITED_S, Standstill, Watch
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
 # asked it before each of some hundred collectives of a step, they would wait for it.

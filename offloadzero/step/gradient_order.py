@@ -10,7 +10,7 @@ import torch
 from offloadzero.errors import StateError
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import WindowGradients
-from offloadzero.step.reduce_order import ReduceOrder
+from offloadzero.step.reduction.order import ReduceOrder
 from offloadzero.streaming.executor import Executor
 from offloadzero.update.records import Record
 

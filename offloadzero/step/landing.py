@@ -18,7 +18,7 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
-from offloadzero.step.reduction import Reduction
+from offloadzero.step.reduction.reduction import Reduction
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import update_ranges
 

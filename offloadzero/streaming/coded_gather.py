@@ -4,7 +4,7 @@
 The codes of a region of n elements take the last n bytes of its memory in the lease, and this rank's own elements, from
 which they are made, its first ones: with two ranks or more these are apart. When all codes are there they are decoded
 from the front, each piece after its codes were read, so the only memory beside the lease is for the scales, for the
-elements that go as they are ([Note: exact on the wire] in update/wire.py), and a piece in fp32.
+elements that go as they are ([Note: exact on the wire] in update/wire_codes.py), and a piece in fp32.
 
 Every rank decodes its own part as the others do: all of them compute with the same weights. The homes keep the exact
 ones, which updates and checkpoints read.
@@ -28,7 +28,7 @@ from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.ranks.group import Collectives
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
-from offloadzero.update.wire import WireRegion, wire_regions
+from offloadzero.update.wire_codes import WireRegion, wire_regions
 
 
 class CodedGather:

@@ -49,6 +49,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.core.torch_private import (
@@ -67,7 +68,10 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.timeline import Timeline
 from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import PresentParameter, weight_of
-from offloadzero.streaming.activations import ActivationStore, Call
+from offloadzero.streaming.access.gathered_values import ScriptBlocks
+from offloadzero.streaming.access.unit_reads import UnitReads
+from offloadzero.streaming.access.weights import WeightAccess
+from offloadzero.streaming.building.units import Site, UnitCut
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.forwards import (
     EncoderForward,
@@ -78,10 +82,6 @@ from offloadzero.streaming.forwards import (
 )
 from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
 from offloadzero.streaming.saved_weights import SavedWeights
-from offloadzero.streaming.script_blocks import ScriptBlocks
-from offloadzero.streaming.unit_reads import UnitReads
-from offloadzero.streaming.units import Site, UnitCut
-from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -24,9 +24,9 @@ from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.ranks.group import Group
 from offloadzero.streaming.coded_gather import CodedGather
+from offloadzero.streaming.hpz_copies import NearCopies
 from offloadzero.streaming.leased_unit import LeasedUnit
-from offloadzero.streaming.near_copies import NearCopies
-from offloadzero.update.kept import gathered_regions, kept_regions
+from offloadzero.update.local_elements import gathered_regions, kept_regions
 from offloadzero.update.records import Record
 
 

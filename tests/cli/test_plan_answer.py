@@ -25,7 +25,7 @@ from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
 from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.streaming.spill import file_bytes
+from offloadzero.streaming.building.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import TinyModel, settings, train
 

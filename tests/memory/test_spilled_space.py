@@ -14,7 +14,7 @@ from offloadzero import BudgetError, zero
 from offloadzero.core.segments import TierName
 from offloadzero.io.engine import AioFile
 from offloadzero.memory.nvme import STRIPE_BYTES, bytes_before, file_bytes, stripe_pieces
-from offloadzero.streaming import original_form
+from offloadzero.streaming.building import original_form
 from tests.support.faults import observes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, small_disk, train
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import zero
+from offloadzero.activations import store as activations
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import (
     ActivationConfig,
@@ -32,7 +33,6 @@ from offloadzero.planning.homes import Placement
 from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
-from offloadzero.streaming import activations
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 from tests.planning.test_memory_plan import records

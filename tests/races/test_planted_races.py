@@ -29,8 +29,8 @@ from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
+from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.home_access import HomeAccess
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.staging import ChunkStager, StagedChunk

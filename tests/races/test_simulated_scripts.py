@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.streaming import activations
+from offloadzero.activations import store as activations
 from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from offloadzero.activations import store as activations
 from offloadzero.core.segments import TierName
-from offloadzero.streaming import activations
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, train

@@ -29,7 +29,7 @@ from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.streaming.units import cut_units
+from offloadzero.streaming.building.units import cut_units
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.staging import StagedChunk

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 import offloadzero
-from offloadzero.update import wire
+from offloadzero.update import wire_codes as wire
 from tests.support.ranks import run_ranks
 from tests.support.sharded import GLOBAL_BATCH, config_of, digest, engine_of, global_losses, train
 

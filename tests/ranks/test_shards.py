@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.step.reduce_order import ReduceOrder
-from offloadzero.update.kept import gathered_regions, kept_params, kept_place, kept_regions
+from offloadzero.step.reduction.order import ReduceOrder
+from offloadzero.update.local_elements import gathered_regions, kept_params, kept_place, kept_regions
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record, all_ranges, make_record, update_ranges
 from offloadzero.update.specs.adam import ADAM

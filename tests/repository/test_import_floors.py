@@ -27,6 +27,7 @@ FLOORS: Mapping[str, int] = {
     "checkpoint": 5,
     "step": 5,
     "streaming": 5,
+    "activations": 5,
     "parameters": 4,
     "optim": 4,
     "update": 4,

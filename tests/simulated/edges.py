@@ -24,10 +24,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offloadzero.activations import homes as activation_homes
+from offloadzero.activations import store as activations
 from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, kernels, lion_adagrad, sgd
-from offloadzero.streaming import activation_homes, activations, executor, unit_changes
+from offloadzero.streaming import executor, unit_changes
 from offloadzero.update import delivery, edits
 from tests.simulated.memory import is_own_work
 from tests.simulated.operations import (
@@ -322,7 +324,7 @@ def _memory(order: Order, patch: pytest.MonkeyPatch) -> None:
     """Host arenas, the buffers of activations and of optimizer slots; the CPU's device memory."""
     names = {
         "offloadzero.memory.store": "the host arena",
-        "offloadzero.streaming.activation_memory": "a host buffer of activations",
+        "offloadzero.activations.memory": "a host buffer of activations",
     }
     allocate_host, allocate = arena.allocate_host, CpuDevice.allocate
 

@@ -21,11 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
+from offloadzero.activations import homes as activation_homes
+from offloadzero.activations import store as activations
 from offloadzero.core.segments import SegmentKind
 from offloadzero.step import collect
 from offloadzero.step.collect import GradientCollector
-from offloadzero.streaming import activation_homes, activations
-from offloadzero.update.kept import kept_place
+from offloadzero.update.local_elements import kept_place
 from tests.simulated import reached
 from tests.simulated.backward import Backward
 from tests.simulated.checked import checked

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("memory", "streaming", "step", "update", "arithmetic")
+PACKAGES = ("memory", "streaming", "activations", "step", "update", "arithmetic")
 # Waits for the file engine's own transfers, which the checker takes as they are; the device itself.
 # Times of events, which order nothing: tests/observe/test_device_time.py.
 LEFT_OUT = {"memory/nvme.py", "memory/checksums.py", "memory/device.py", "memory/marks.py"}
@@ -58,7 +58,7 @@ class Mutation:
 def files() -> list[str]:
     """Those of the package that may order the device's work."""
     package = ROOT / "offloadzero"
-    found = [str(path.relative_to(package)) for name in PACKAGES for path in (package / name).glob("*.py")]
+    found = [str(path.relative_to(package)) for name in PACKAGES for path in (package / name).rglob("*.py")]
     return sorted(set(found) - LEFT_OUT)
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.activations import store as activations
 from offloadzero.memory import lanes, marks
 from offloadzero.memory.tickets import Promise
 from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.step import collect
 from offloadzero.step.landing import Landing
-from offloadzero.streaming import activations
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.edges import Transfer

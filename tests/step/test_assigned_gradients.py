@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.errors import StateError
-from offloadzero.step.assigned import assignment_order
-from offloadzero.step.param_grad import GradientAccess
+from offloadzero.step.script.assigned import assignment_order
+from offloadzero.step.script.param_grad import GradientAccess
 from tests.support.faults import replaced
 from tests.support.plain_form import plain_config
 from tests.support.training import worst_relative_difference

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.activations import memory as activation_memory
+from offloadzero.activations import store as activations
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory import arena, device
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
-from offloadzero.streaming import activation_memory, activations
 from tests.simulated.checked import checked
 from tests.simulated.counting import TEMPORARY_BYTES, counting
 from tests.simulated.device import SimulatedDevice, simulated

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
+from offloadzero.activations import homes as activation_homes
+from offloadzero.activations import store as activations
 from offloadzero.core.segments import TierName
 from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
-from offloadzero.streaming import activation_homes, activations, hooks
+from offloadzero.streaming import hooks
 from tests.streaming.checkpointed import (
     AWAY,
     FORMS,

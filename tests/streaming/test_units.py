@@ -15,7 +15,7 @@ from offloadzero.config import UnitConfig
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.streaming.units import UnitCut, cut_units
+from offloadzero.streaming.building.units import UnitCut, cut_units
 from offloadzero.update.records import Record, all_ranges, make_record, update_ranges
 from offloadzero.update.specs.adam import ADAM
 from tests.support.tiny import Block, TinyModel

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.memory.store import Segment
-from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_place
+from offloadzero.update.local_elements import kept_place
 from offloadzero.update.records import Record
 from tests.support.lion import ExactLion
 

@@ -56,7 +56,7 @@ from offloadzero.planning.model.trace import CallInputs
 from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES
-from offloadzero.update.wire import gradient_wire, wire_regions
+from offloadzero.update.wire_codes import gradient_wire, wire_regions
 
 PARAM, GRAD = SegmentKind.PARAM, SegmentKind.GRAD
 FORWARD, BACKWARD, AFTER = "forward", "backward", "update"

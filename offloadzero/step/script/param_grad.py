@@ -20,8 +20,8 @@ be the next one's, so the kept one becomes an error.
 [Note: param.grad over several ranks]
 When backward has ended a gradient is the mean over the ranks, and each rank keeps its part. A read gathers the parts,
 so all ranks read the same gradients in the same order, as they read the same weights ([Note: ranks say what they read]
-in streaming/announcements.py). The norms of all gradients are gathered at once when the first one is asked for: so
-`clip_grad_norm_` is one collective. An edit sends nothing. Each rank keeps its part of the value, or the factor, and
+in streaming/access/agreed_reads.py). The norms of all gradients are gathered at once when the first one is asked for:
+so `clip_grad_norm_` is one collective. An edit sends nothing. Each rank keeps its part of the value, or the factor, and
 notes what it did: a rank that has edited otherwise is found at the next fetch or step.
 
 Before that, in a hook say, a gradient is one rank's own, and belongs to no step: to read it there is refused.
@@ -53,10 +53,10 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
-from offloadzero.streaming.announcements import Announcements
-from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.access.agreed_reads import Announcements
+from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_place
+from offloadzero.update.local_elements import kept_place
 from offloadzero.update.records import Record
 
 KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'

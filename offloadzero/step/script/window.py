@@ -10,15 +10,15 @@ from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import StateError
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
-from offloadzero.step.assigned import Change, bring_home, passed_on
-from offloadzero.step.param_grad import (
+from offloadzero.step.record_gradient import RecordGradient, WindowGradients
+from offloadzero.step.script.assigned import Change, bring_home, passed_on
+from offloadzero.step.script.param_grad import (
     KEEP_KEY,
     GradientAccess,
     GradientHandle,
     ParamGradient,
     drop_gradients,
 )
-from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.update.flat_layout import ParamSlot
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.ranks.group import Group
-from offloadzero.step.coded_reduce import CodedReduce
-from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import Brought
+from offloadzero.step.reduction.coded import CodedReduce
+from offloadzero.step.reduction.piecewise import PiecewiseReduce
 from offloadzero.update.records import Record
 
 

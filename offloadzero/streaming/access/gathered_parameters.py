@@ -22,9 +22,9 @@ import torch
 
 from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.streaming.block_acts import BlockAct, Place
-from offloadzero.streaming.script_blocks import ScriptBlocks
-from offloadzero.streaming.slot_weight import expect_alike
+from offloadzero.streaming.access.collective_acts import BlockAct, Place
+from offloadzero.streaming.access.gathered_values import ScriptBlocks
+from offloadzero.streaming.access.slot_weight import expect_alike
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

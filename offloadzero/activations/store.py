@@ -6,7 +6,7 @@ device's memory is given up a few units later, behind the copy on the compute st
 waits for nothing. Backward asks for the cells in reverse order: a cell that still has its device memory returns that,
 any other is fetched, and the ones before it are fetched ahead.
 
-[Note: how much inputs take] in offloadzero/streaming/activation_memory.py explains the memory for all that. A cell
+[Note: how much inputs take] in offloadzero/activations/memory.py explains the memory for all that. A cell
 ends with the graph that holds it, on any thread and perhaps in the middle of an allocation: its end only appends to a
 deque, and the next input that comes takes the memory that is free there.
 
@@ -28,6 +28,25 @@ from pathlib import Path
 
 import torch
 
+from offloadzero.activations.homes import (
+    EndedCell,
+    EndedCells,
+    InputCopy,
+    InputHomes,
+    MemorySpace,
+    homes_in_memory,
+    homes_on_file,
+)
+from offloadzero.activations.input_parts import InputParts
+from offloadzero.activations.memory import (
+    FetchMemory,
+    GrowingDeviceMemory,
+    GrowingFetchMemory,
+    HostMemory,
+    PlannedFetchMemory,
+    PlannedMemory,
+    Reserve,
+)
 from offloadzero.config import AioConfig
 from offloadzero.core.segments import TierName
 from offloadzero.errors import StateError
@@ -38,25 +57,6 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.inputs import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.machine import available_host_bytes
-from offloadzero.streaming.activation_homes import (
-    EndedCell,
-    EndedCells,
-    InputCopy,
-    InputHomes,
-    MemorySpace,
-    homes_in_memory,
-    homes_on_file,
-)
-from offloadzero.streaming.activation_memory import (
-    FetchMemory,
-    GrowingDeviceMemory,
-    GrowingFetchMemory,
-    HostMemory,
-    PlannedFetchMemory,
-    PlannedMemory,
-    Reserve,
-)
-from offloadzero.streaming.input_parts import InputParts
 
 NUM_SENDING = 2  # inputs whose device memory is held for their copies
 

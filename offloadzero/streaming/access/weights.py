@@ -14,11 +14,11 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.remote import RemoteTensor
+from offloadzero.streaming.access.homes import HomeAccess
+from offloadzero.streaming.access.states import StateAccess
+from offloadzero.streaming.access.unit_reads import UnitReads
 from offloadzero.streaming.coded_gather import CodedGather
-from offloadzero.streaming.home_access import HomeAccess
-from offloadzero.streaming.state_access import StateAccess
 from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.streaming.unit_reads import UnitReads
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -20,10 +20,10 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.parts import gather_parts
-from offloadzero.streaming.announcements import Announcements
+from offloadzero.streaming.access.agreed_reads import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_parts, kept_place
+from offloadzero.update.local_elements import kept_parts, kept_place
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record
 

@@ -10,7 +10,7 @@ each, there is one hop. The sums are taken in the order of the ranks: they have 
 
 The codes that a rank sends have memory of their own in the plan. Those that it receives come to the first bytes of the
 gradient's lease, whose values have become codes by then, and its part of the result goes to the last ones. Parameters
-of one dimension are reduced as they are: [Note: exact on the wire] in update/wire.py.
+of one dimension are reduced as they are: [Note: exact on the wire] in update/wire_codes.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offloadzero.arithmetic.block_codes import INT4_BLOCK, INT4_SCALE_DTYPE, add
 from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.ranks.group import Collectives, Group
 from offloadzero.update.records import Record
-from offloadzero.update.wire import GradientWire, gradient_wire
+from offloadzero.update.wire_codes import GradientWire, gradient_wire
 
 
 class CodedReduce:

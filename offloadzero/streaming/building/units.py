@@ -15,7 +15,7 @@ from offloadzero.arithmetic.remainders import MASTER_DTYPES
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import WHOLE, ShardSpec
-from offloadzero.streaming.shared_memory import expect_memory_of_its_own
+from offloadzero.streaming.building.shared_memory import expect_memory_of_its_own
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.spec import AnySpec
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
-from offloadzero.step.param_grad import GradientAccess, GradientHandle, expect_dense
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.script.param_grad import GradientAccess, GradientHandle, expect_dense
 
 Place = TypeVar("Place")
 

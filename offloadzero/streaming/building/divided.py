@@ -19,7 +19,7 @@ from torch import nn
 
 from offloadzero.errors import ConfigError, OffloadError, RankError, StateError
 from offloadzero.ranks.building import BuildingRanks, ValueParts
-from offloadzero.streaming.spill import SpilledWeight, can_spill, spilled_weight, wear
+from offloadzero.streaming.building.spill import SpilledWeight, can_spill, spilled_weight, wear
 
 
 def spill_divided(

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import ConfigError
 from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, offload_parameter
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -9,7 +9,7 @@ import torch
 from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.streaming.home_access import HomeAccess
+from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record

@@ -10,9 +10,9 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.spill import take
-from offloadzero.streaming.weights import encode
-from offloadzero.update.kept import kept_params, kept_place
+from offloadzero.streaming.access.weights import encode
+from offloadzero.streaming.building.spill import take
+from offloadzero.update.local_elements import kept_params, kept_place
 from offloadzero.update.records import Record
 
 

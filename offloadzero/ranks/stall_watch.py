@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.errors import StateError
-from offloadzero.ranks.board import Board
+from offloadzero.ranks.failure_board import Board
 
 WAITED_S = 2.0  # after which a rank says that it waits
 

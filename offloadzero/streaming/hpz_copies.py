@@ -22,7 +22,7 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.observe.timeline import D2H
 from offloadzero.ranks.group import Collectives
 from offloadzero.streaming.leased_unit import LeasedUnit
-from offloadzero.update.kept import gathered_regions
+from offloadzero.update.local_elements import gathered_regions
 from offloadzero.update.records import Record
 
 

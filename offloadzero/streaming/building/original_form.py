@@ -15,13 +15,13 @@ import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
-from offloadzero.memory.heap import FreedMemory
+from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.first_values import write_weights
-from offloadzero.streaming.spill import bring_home, file_bytes, is_in_parts
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.access.weights import WeightAccess
+from offloadzero.streaming.building.initial_values import write_weights
+from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record

@@ -11,11 +11,11 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.announcements import Announcements
-from offloadzero.streaming.block_acts import Block, BlockAct
+from offloadzero.streaming.access.agreed_reads import Announcements
+from offloadzero.streaming.access.collective_acts import Block, BlockAct
+from offloadzero.streaming.access.unit_reads import UnitReads
+from offloadzero.streaming.access.weights import WeightAccess, bits
 from offloadzero.streaming.coded_gather import CodedGather
-from offloadzero.streaming.unit_reads import UnitReads
-from offloadzero.streaming.weights import WeightAccess, bits
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -1,6 +1,6 @@
 """The homes of the inputs of checkpointed units between forward and backward.
 
-[Note: how much inputs take] in offloadzero/streaming/activation_memory.py explains their memory and file.
+[Note: how much inputs take] in offloadzero/activations/memory.py explains their memory and file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from offloadzero.activations.input_parts import InputPart, InputParts
+from offloadzero.activations.memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
 from offloadzero.config import AioConfig
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
@@ -28,8 +30,6 @@ from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
-from offloadzero.streaming.activation_memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
-from offloadzero.streaming.input_parts import InputPart, InputParts
 
 
 class InputSpace(Protocol):
