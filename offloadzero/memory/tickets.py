@@ -67,9 +67,13 @@ class Latch:
                 if self._closed is not None:
                     self._closed.release()
 
-    @interruptible
     def wait(self) -> None:
-        """Block until the flag is set: [Note: waits look up]."""
+        """Block until the flag is set: [Note: waits look up]. Where it is, nothing waits, and no interrupt comes."""
+        if not self.is_set:
+            self._wait()
+
+    @interruptible
+    def _wait(self) -> None:
         while not self.is_set:
             if uninterrupted.pending:
                 uninterrupted.raise_unless_waiting()

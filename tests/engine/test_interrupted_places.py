@@ -20,6 +20,7 @@ import offloadzero
 from offloadzero.core.interrupts import _waits, held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import StateError
+from offloadzero.memory.tickets import Promise
 from tests.engine.interrupts import Injected, InjectedBehindCall
 from tests.engine.poisonable import same_states
 from tests.engine.test_interrupts import handler
@@ -155,6 +156,37 @@ def test_one_ctrl_c_in_a_wait_of_backward_ends_no_run_either(
     train(other, num_steps=10)
     assert same_states(all_states(other), after)
     other.close()
+
+
+def waits_to_its_end(ticket: Promise, interrupt: Injected) -> bool:
+    """Whether a wait inside of a section comes to its end, with an interrupt in it."""
+    has_waited = False
+    try:
+        with uninterrupted:
+            interrupt.arm()
+            ticket.wait()
+            has_waited = True
+    except KeyboardInterrupt:
+        interrupt.came = True
+    finally:
+        interrupt.disarm()
+    return has_waited
+
+
+def test_a_wait_for_what_is_done_is_no_place_for_an_interrupt(tmp_path: Path) -> None:
+    """A step that hands its gradients over looks at the one before it: an interrupt there ended it half-way."""
+    engine = make_engine(settings(tmp_path, placement="host"))  # which holds interrupts back
+    done = Promise()
+    done.fulfil()
+    places = []
+    for number in range(1, 100):
+        interrupt = Injected(number)
+        assert waits_to_its_end(done, interrupt), interrupt.place
+        if interrupt.num_places < number:
+            break
+        places.append(interrupt.place)
+    assert any(place.endswith("wait (call)") for place in places), places
+    engine.close()
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
