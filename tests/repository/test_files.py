@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 CODE = ("offloadzero", "tests", "benchmarks", "examples", "csrc")
 MAX_LINES = 600
+MAX_FILES = 14  # of a folder of the package
+MAX_LOOSE = 6  # of its topmost folder
 
 
 def code() -> list[Path]:
@@ -28,6 +31,14 @@ def test_files_have_no_more_than_600_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in code()}
     assert len(lengths) > 400
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_folders_have_no_more_than_14_files_and_few_lie_loose() -> None:
+    package = ROOT / "offloadzero"
+    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in package.rglob("*.py"))
+    assert len(sizes) > 20
+    assert {folder: size for folder, size in sizes.items() if size > MAX_FILES} == {}
+    assert sizes["offloadzero"] <= MAX_LOOSE
 
 
 def test_files_that_are_said_to_take_long_are_there() -> None:
