@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ _HEAVY = re.compile(  # in the name of an operation
 )
 
 Formula = Callable[..., int]
+_Shape = Sequence[int]  # of (batch, heads, length, width)
 
 
 def formula_of(func: Any) -> Formula | None:
@@ -64,11 +65,25 @@ def _heads_first(tensor: Any) -> tuple[int, ...]:
 
 
 def _attention(*tensors: Any) -> Any:
-    return sdpa_flop_count(*(one.shape for one in tensors))
+    return _products(*(one.shape for one in tensors))
 
 
 def _attention_backward(*tensors: Any) -> Any:
-    return sdpa_backward_flop_count(*(one.shape for one in tensors))
+    return _products_of_backward(*(one.shape for one in tensors))
+
+
+def _products(query: _Shape, key: _Shape, value: _Shape) -> Any:
+    """Return torch's count. In 2.11 its formulas refuse keys that several queries share: each is multiplied by them."""
+    return sdpa_flop_count(query, _of_heads(query[1], key), _of_heads(query[1], value))
+
+
+def _products_of_backward(grad: _Shape, query: _Shape, key: _Shape, value: _Shape) -> Any:
+    return sdpa_backward_flop_count(grad, query, _of_heads(query[1], key), _of_heads(query[1], value))
+
+
+def _of_heads(num_heads: int, shape: _Shape) -> _Shape:
+    batch, _, length, width = shape
+    return (batch, num_heads, length, width)
 
 
 def _grouped_matmul(left: Any, right: Any) -> int:
@@ -98,8 +113,8 @@ _COUNTS: Mapping[Any, Formula] = {
 }
 # Those of packages that need not be installed.
 _COUNTS_BY_NAME: Mapping[str, Formula] = {
-    "flash_attn._flash_attn_forward": _of_first(3, lambda *args: sdpa_flop_count(*map(_heads_first, args))),
+    "flash_attn._flash_attn_forward": _of_first(3, lambda *args: _products(*map(_heads_first, args))),
     "flash_attn._flash_attn_backward": _of_first(
-        4, lambda *args: sdpa_backward_flop_count(*map(_heads_first, args))
+        4, lambda *args: _products_of_backward(*map(_heads_first, args))
     ),
 }
