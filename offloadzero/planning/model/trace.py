@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -352,6 +353,8 @@ def _log(
     except TraceError:
         raise
     except Exception as error:  # any error of the model's code, `to()` included, on tensors without values
+        # In torch 2.11 a call of checkpoint() that fails has its hooks in force as long as its frame is held.
+        traceback.clear_frames(error.__traceback__)
         raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
     return TraceLog(num_tokens, counter.events, inputs.by_call(), frozenset(counter.uncounted))
 
