@@ -90,13 +90,14 @@ class TestLifecycle:
     def test_a_forked_child_gets_an_error(self, name: str, tmp_path: Path) -> None:
         make_engine(name).close()
         script = """
-            import os, sys
+            import os, sys, warnings
             from offloadzero.errors import StateError
             from offloadzero.io.engine import AioEngine
             engine = AioEngine(backend=sys.argv[1])
             file = engine.open(sys.argv[2], create=True)
             engine.inject("delay", 1, 500)
             ticket = engine.write(file, b"parent", offset=0)
+            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)  # Python 3.12
             child = os.fork()
             if child == 0:
                 attempts = [
