@@ -5,7 +5,7 @@ offloadzero plan --model benchmarks.lora_model:llama_70b --config FILE
 
 from __future__ import annotations
 
-from offloadzero.planning.shapes import PUBLISHED
+from offloadzero.planning.model.shapes import PUBLISHED
 from torch import Tensor, nn
 
 RANK = 16

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadzero.planning.activation_trace import MicroBatchTrace
 
-from offloadzero.cli import plan_answer
 from offloadzero.cli.main import main
+from offloadzero.cli.plan import answer as plan_answer
 from offloadzero.planning.fit import Change
+from offloadzero.planning.model.trace import MicroBatchTrace
 
 ROOT = Path(__file__).resolve().parents[2]
 HARDWARE = ROOT / "benchmarks" / "hardware"
