@@ -42,7 +42,7 @@ from offloadzero.errors import BudgetError  # noqa: E402
 from offloadzero.memory.device import find_device  # noqa: E402
 
 TILE_ELEMENTS = 1 << 20
-FORECAST_S = 20.0  # that are waited for it, when the steps have run
+FORECAST_S = 45.0  # that are waited for it, when the steps have run
 BYTES_PER_PARAM = {"fp32": 12.0, "compact": 5.2}  # of states, read and written once per step
 ZERO_DEVICES = {"host": "cpu", "nvme": "nvme"}
 

@@ -37,7 +37,9 @@ def start(*arguments: str, out: Path, files: Path, **environment: str) -> subpro
 FIRST = ("modules", "memory", "right", "rates", "fast", "where")
 
 
+@pytest.mark.alone
 def test_slices_run_with_the_cpu_as_the_device(tmp_path: Path) -> None:
+    """Its slices have their times: beside other tests they may take longer."""
     files, out = tmp_path / "drive", tmp_path / "out"
     files.mkdir()
     names = FIRST if IN_FULL else ("modules", "rates", "nvme", "where")
