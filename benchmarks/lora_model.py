@@ -5,8 +5,9 @@ offloadzero plan --model benchmarks.lora_model:llama_70b --config FILE
 
 from __future__ import annotations
 
-from offloadzero.planning.model.shapes import PUBLISHED
 from torch import Tensor, nn
+
+from offloadzero.planning.model.shapes import PUBLISHED
 
 RANK = 16
 
