@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 3.0  # from SIGTERM, on which files are removed, to SIGKILL
+GRACE_S = 3.0  # before the end: for SIGTERM, then SIGKILL; files go with the folder of the run, in gpu.py
 
 
 def run_process(
