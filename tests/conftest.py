@@ -42,7 +42,7 @@ LONG_FILES = (
     "step/test_waiting_gradients.py",
     "native/test_cpu_adam_kernels.py",
     "ranks/test_ranks_departures.py",
-    "step/test_param_grad.py",
+    "scripts/test_script_gradients.py",
     "scripts/test_models.py",
     "parameters/test_access_table.py",
     "planning/test_repeated_trace.py",

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import offloadzero
-from tests.support.training import Config, merge
+from tests.support.training import PLACEMENTS, Config, merge
 
 NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_STEPS", "5"))
 MAX_NORM = 0.1  # bites in every step of every script here
@@ -70,7 +71,9 @@ def make_config(
         zero = {"stage": 1}
     else:
         zero["stage3_max_live_parameters"] = 1  # the smallest leases: one unit
-    block = {"device": "cpu", "poison_released_leases": True, "units": {"min_leaf_elements": 256}}
+    block: Config = {"device": "cpu", "poison_released_leases": True, "units": {"min_leaf_elements": 256}}
+    if placement == "mixed":
+        block["placement"] = PLACEMENTS[placement]
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": zero,
@@ -80,7 +83,7 @@ def make_config(
 
 
 def offloaded(placement: str, directory: Path | str, **own: Any) -> Offloaded:
-    """A wrap for "host", "nvme" or "stage 1" (everything on the device)."""
+    """A wrap for "host", "nvme", "mixed" or "stage 1" (everything on the device)."""
     return Offloaded(placement, make_config(placement, directory, **own))
 
 
@@ -261,3 +264,52 @@ def start(wrap: Wrap, model: nn.Module | None = None, **options: Any) -> tuple[n
     """A model and its AdamW, handed over."""
     model = LM() if model is None else model
     return wrap(model, adamw(model, **options))
+
+
+def generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
+
+
+Visit = Callable[[nn.Module, int], Any]  # (model, step); what it returns is noted if it is a tensor
+
+
+def nothing(_model: nn.Module, _step: int) -> None:
+    """The visit of a loop without one."""
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return model(tokens(step))  # type: ignore[no-any-return]
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    loss_of: Callable[[nn.Module, int], Tensor] = loss_of,
+    num_micro: int = 1,
+    clips: bool = False,
+    before: Visit = nothing,
+    edit: Visit = nothing,
+    after: Visit = nothing,
+    zero: Callable[[nn.Module, Any], Any] = lambda _, optimizer: optimizer.zero_grad(),
+) -> Result:
+    """`before`, forward and backward `num_micro` times, `edit`, clip, step, `after`, `zero`."""
+    losses, norms, notes = [], [], {}
+    for step in range(NUM_STEPS):
+        before(model, step)
+        for micro in range(num_micro):
+            loss = loss_of(model, step * num_micro + micro) / num_micro
+            loss.backward()
+            losses.append(loss.item())
+        seen = {"edit": edit(model, step)}
+        if clips:
+            norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        seen["after"] = after(model, step)
+        zero(model, optimizer)
+        notes |= {
+            f"{name} {step}": value.detach().clone()
+            for name, value in seen.items()
+            if isinstance(value, Tensor)
+        }
+    return Result(losses, norms, weights_of(model), notes)

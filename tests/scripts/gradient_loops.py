@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,14 @@ from tests.scripts.common import (
     Result,
     Script,
     Wrap,
+    loss_of,
     registering,
     start,
     tokens,
+    train,
     weights_of,
 )
+from tests.scripts.gradients import grads
 
 SCRIPTS: dict[str, Script] = {}
 script = registering(SCRIPTS)
@@ -29,31 +33,9 @@ script = registering(SCRIPTS)
 # --- zeroing and accumulating ---
 
 
-def accumulated(
-    zero: Callable[[nn.Module, Any], None], *, num_micro_steps: int = 3, **options: Any
-) -> Script:
+def accumulated(zero: Callable[[nn.Module, Any], Any], *, num_micro: int = 3, **options: Any) -> Script:
     """Several backwards and then one step; `zero` begins the next window."""
-
-    def run(wrap: Wrap) -> Result:
-        model, optimizer = start(wrap, **options)
-        losses, norms = [], []
-        for step in range(NUM_STEPS):
-            for micro_step in range(num_micro_steps):
-                loss = model(tokens(10 * step + micro_step)) / num_micro_steps
-                loss.backward()
-                losses.append(loss.item())
-            norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-            optimizer.step()
-            zero(model, optimizer)
-        return Result(losses, norms, weights_of(model))
-
-    return run
-
-
-def zero_by_loop(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
+    return lambda wrap: train(*start(wrap, **options), num_micro=num_micro, clips=True, zero=zero)
 
 
 SCRIPTS |= {
@@ -61,57 +43,45 @@ SCRIPTS |= {
     "accumulate_model_zero_grad": accumulated(lambda model, _: model.zero_grad()),
     "accumulate_zero_grad_to_zeros": accumulated(lambda _, optimizer: optimizer.zero_grad(set_to_none=False)),
     "accumulate_model_zero_grad_to_zeros": accumulated(lambda model, _: model.zero_grad(set_to_none=False)),
-    "accumulate_zero_by_loop": accumulated(lambda model, _: zero_by_loop(model)),
-    "accumulate_over_all_steps": accumulated(lambda *_: None, num_micro_steps=1, lr=LR / 3),
-    "model_zero_grad": accumulated(lambda model, _: model.zero_grad(), num_micro_steps=1),
+    "accumulate_zero_by_loop": accumulated(lambda model, _: [grad.zero_() for grad in grads(model)]),
+    "accumulate_zero_by_list": accumulated(lambda model, _: torch._foreach_zero_(grads(model))),
+    "accumulate_over_all_steps": accumulated(lambda *_: None, num_micro=1, lr=LR / 3),
+    "model_zero_grad": accumulated(lambda model, _: model.zero_grad(), num_micro=1),
 }
 
 
 @script
 def zeros_are_seen(wrap: Wrap) -> Result:
     """zero_grad(set_to_none=False) leaves zeros, and a step over them still decays."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        loss.backward()
-        optimizer.step()
+
+    def zero(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
         assert all(bool((p.grad == 0).all()) for p in model.parameters())
         optimizer.step()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+
+    return train(*start(wrap), zero=zero)
 
 
 @script
 def step_without_backward(wrap: Wrap) -> Result:
     """A step with no gradient at all changes nothing in torch."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
+
+    def zero(_model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
         optimizer.step()
-        loss = model(tokens(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+
+    return train(*start(wrap), zero=zero)
 
 
 @script
 def step_twice(wrap: Wrap) -> Result:
     """The gradients are still there: the second step uses them again."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        loss.backward()
-        clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
+
+    def zero(_model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+
+    return train(*start(wrap), clips=True, zero=zero)
 
 
 @script
@@ -134,20 +104,53 @@ def skipped_steps(wrap: Wrap) -> Result:
 
 
 @script
-def zero_grad_between_backwards(wrap: Wrap) -> Result:
-    """model.zero_grad() drops what the first backward left."""
+def dropped_between_backwards(wrap: Wrap) -> Result:
+    """What the first backward of a step left is dropped: by the model, or one by one and in part."""
+
+    def before(model: nn.Module, step: int) -> None:
+        model(tokens(500 + step)).backward()
+        if step % 2:
+            model.zero_grad()
+        else:
+            for p in itertools.islice(model.parameters(), 5):
+                p.grad = None
+
+    return train(*start(wrap), before=before, clips=True)
+
+
+@script
+def scaled_between_backwards(wrap: Wrap) -> Result:
+    """What earlier micro batches brought is scaled before the next one is added."""
     model, optimizer = start(wrap)
     losses = []
     for step in range(NUM_STEPS):
-        model(tokens(500 + step)).backward()
-        model.zero_grad()
-        loss = model(tokens(step))
-        loss.backward()
-        clip_grad_norm_(model.parameters(), MAX_NORM)
+        for micro in range(3):
+            loss = model(tokens(10 * step + micro))
+            loss.backward()
+            losses.append(loss.item())
+            for grad in grads(model):
+                grad.mul_(0.3)
         optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
+        optimizer.zero_grad()
     return Result(losses, [], weights_of(model))
+
+
+@script
+def one_flat_buffer(wrap: Wrap) -> Result:
+    """Every gradient is a view of it; it is cleared and scaled as a whole."""
+    model, optimizer = start(wrap)
+    params = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view(p.shape)
+    return train(
+        model,
+        optimizer,
+        num_micro=2,
+        before=lambda *_: flat.zero_(),
+        edit=lambda *_: flat.mul_(min(1.0, MAX_NORM / float(flat.norm()))),
+        zero=lambda *_: None,
+    )
 
 
 # --- several backwards ---
@@ -202,77 +205,50 @@ def two_losses_of_one_trunk(wrap: Wrap) -> Result:
     return Result(losses, [], weights_of(model))
 
 
-def _sam(wrap: Wrap, perturb: Callable[[Tensor, Tensor], Tensor]) -> Result:
-    model, optimizer = start(wrap)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        loss.backward()
+def sharpness_aware(perturb: Callable[[Tensor, Tensor], Tensor]) -> Script:
+    """Up along the gradient, a second backward there, back, step (Foret et al. 2020)."""
+
+    def edit(model: nn.Module, step: int) -> Tensor:
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        moved = []
         with torch.no_grad():
-            for p in model.parameters():
-                moved.append(perturb(p.grad, norm))
-                p.add_(moved[-1])
-        optimizer.zero_grad()
+            moved = [perturb(p.grad, norm) for p in model.parameters()]
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.add_(by)
+        model.zero_grad()
         model(tokens(step)).backward()
         with torch.no_grad():
             for p, by in zip(model.parameters(), moved, strict=True):
                 p.sub_(by)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return Result(losses, norms, weights_of(model))
+        return norm
+
+    return lambda wrap: train(*start(wrap), edit=edit)
 
 
-@script
-def sam_by_norm(wrap: Wrap) -> Result:
-    """Sharpness-aware minimisation: up along the gradient, a second backward there, back, step."""
-    return _sam(wrap, lambda grad, norm: 0.05 * grad / (norm + 1e-12))
-
-
-@script
-def sam_by_sign(wrap: Wrap) -> Result:
-    return _sam(wrap, lambda grad, norm: 1e-3 * grad.sign())  # noqa: ARG005
-
-
-@script
-def sam_with_data(wrap: Wrap) -> Result:
+def sharpness_aware_by_data(model: nn.Module, step: int) -> None:
     """The form of the first public implementation: old values kept, p.data written and restored."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        loss.backward()
-        old = {}
-        for p in model.parameters():
-            old[p] = p.data.clone()
-            p.data.add_(0.01 * p.grad)
-        optimizer.zero_grad()
-        model(tokens(step)).backward()
-        for p in model.parameters():
-            p.data = old[p]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+    old = {}
+    for p in model.parameters():
+        old[p] = p.data.clone()
+        p.data.add_(0.01 * p.grad)
+    model.zero_grad()
+    model(tokens(step)).backward()
+    for p in model.parameters():
+        p.data = old[p]
 
 
-@script
-def gradients_by_autograd_grad(wrap: Wrap) -> Result:
+def gradients_by_autograd_grad(model: nn.Module, step: int) -> None:
     """torch.autograd.grad gives them; the script assigns them."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        found = torch.autograd.grad(loss, list(model.parameters()))
-        for p, grad in zip(model.parameters(), found, strict=True):
-            p.grad = 0.01 * grad
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+    found = torch.autograd.grad(model(tokens(step)), list(model.parameters()))
+    for p, grad in zip(model.parameters(), found, strict=True):
+        p.grad = 0.01 * grad
+
+
+SCRIPTS |= {
+    "SAM by the norm": sharpness_aware(lambda grad, norm: 0.05 * grad / (norm + 1e-12)),
+    "SAM by the sign": sharpness_aware(lambda grad, _: 1e-3 * grad.sign()),
+    "SAM by data": lambda wrap: train(*start(wrap), edit=sharpness_aware_by_data),
+    "autograd.grad": lambda wrap: train(*start(wrap), edit=gradients_by_autograd_grad),
+}
 
 
 @script
@@ -294,77 +270,50 @@ def closure(wrap: Wrap) -> Result:
     return Result(losses, norms, weights_of(model))
 
 
-# --- GradScaler ---
+# --- scaled losses ---
 
 
-@script
-def grad_scaler(wrap: Wrap) -> Result:
-    """scale, unscale_, clip, step, update."""
-    model, optimizer = start(wrap)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    losses, norms, scales = [], [], []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        scales.append(scaler.get_scale())
-    return Result(losses, norms, weights_of(model), {"scales": torch.tensor(scales)})
+def scaled(*, unscales: bool, infinite_at: int | None = None) -> Script:
+    """GradScaler, whose scale grows; the gradients of one step may overflow: it is skipped, and the scale halves."""
+
+    def run(wrap: Wrap) -> Result:
+        model, optimizer = start(wrap)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        losses, norms, scales = [], [], []
+        for step in range(NUM_STEPS):
+            loss = model(tokens(step))
+            scaler.scale(loss * float("inf") if step == infinite_at else loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                norm = clip_grad_norm_(model.parameters(), MAX_NORM).item()
+                norms += [norm] if step != infinite_at else []
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        return Result(losses, norms, weights_of(model), {"scales": torch.tensor(scales)})
+
+    return run
 
 
-@script
-def grad_scaler_without_unscale(wrap: Wrap) -> Result:
-    model, optimizer = start(wrap)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
-
-
-@script
-def grad_scaler_skips_infinities(wrap: Wrap) -> Result:
-    """An overflow in step 2: that step is skipped, the scale halves, the script goes on."""
-    model, optimizer = start(wrap)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    losses, scales = [], []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        if step == 2:
-            scaler.scale(loss * torch.tensor(float("inf"))).backward()
-        else:
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        scales.append(scaler.get_scale())
-    return Result(losses, [], weights_of(model), {"scales": torch.tensor(scales)})
+SCRIPTS |= {
+    "GradScaler": scaled(unscales=True),
+    "GradScaler without unscale_": scaled(unscales=False),
+    "GradScaler over infinities": scaled(unscales=False, infinite_at=2),
+    "GradScaler over infinities that are clipped": scaled(unscales=True, infinite_at=2),
+}
 
 
 @script
 def autocast(wrap: Wrap) -> Result:
     """bf16 autocast over fp32 weights."""
-    model, optimizer = start(wrap)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
+
+    def cast(model: nn.Module, step: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens(step))
-        loss.backward()
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, norms, weights_of(model))
+            return loss_of(model, step)
+
+    return train(*start(wrap), loss_of=cast, clips=True)
 
 
 @script

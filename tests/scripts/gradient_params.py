@@ -18,12 +18,13 @@ from tests.scripts.common import (
     Script,
     Wrap,
     adamw,
+    generator,
     registering,
     start,
     tokens,
+    train,
     weights_of,
 )
-from tests.scripts.gradients import generator
 
 SCRIPTS: dict[str, Script] = {}
 script = registering(SCRIPTS)
@@ -32,38 +33,51 @@ script = registering(SCRIPTS)
 # --- hooks ---
 
 
-@script
-def tensor_hooks(wrap: Wrap) -> Result:
-    """p.register_hook scales and clips gradients as they appear."""
-    model, optimizer = start(wrap)
-    for p in model.parameters():
-        p.register_hook(lambda grad: (0.1 * grad).clamp(-1e-3, 1e-3))
-    return _loop(model, optimizer)
+def with_tensor_hooks(*, before: bool) -> Script:
+    """p.register_hook scales and clips gradients as they appear, since before the model is handed over or after."""
+
+    def hook_all(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_hook(lambda grad: (0.1 * grad).clamp(-1e-3, 1e-3))
+
+    def run(wrap: Wrap) -> Result:
+        made = LM()
+        if before:
+            hook_all(made)
+        model, optimizer = start(wrap, made)
+        if not before:
+            hook_all(model)
+        return train(model, optimizer, clips=True)
+
+    return run
 
 
-@script
-def tensor_hooks_from_before(wrap: Wrap) -> Result:
-    """The hooks are there when the model is handed over."""
-    made = LM()
-    for p in made.parameters():
-        p.register_hook(lambda grad: (0.1 * grad).clamp(-1e-3, 1e-3))
-    return _loop(*start(wrap, made))
+def with_hooks(edit: Callable[[Tensor], Any]) -> Script:
+    """A hook sees p.grad, added up over two micro batches, and may change it."""
+
+    def run(wrap: Wrap) -> Result:
+        model, optimizer = start(wrap)
+        seen: dict[str, Tensor] = {}
+        for name, p in model.named_parameters():
+
+            def hook(param: Tensor, name: str = name) -> None:
+                seen[name] = param.grad.norm()
+                edit(param.grad)
+
+            p.register_post_accumulate_grad_hook(hook)
+        result = train(model, optimizer, num_micro=2, clips=True)
+        return Result(result.losses, result.grad_norms, result.weights, {**seen})
+
+    return run
 
 
-@script
-def post_accumulate_hooks(wrap: Wrap) -> Result:
-    """The hook sees p.grad, added up, and may change it."""
-    model, optimizer = start(wrap)
-    seen: dict[str, Tensor] = {}
-    for name, p in model.named_parameters():
-
-        def hook(param: Tensor, name: str = name) -> None:
-            seen[name] = param.grad.norm()
-            param.grad.mul_(0.01)
-
-        p.register_post_accumulate_grad_hook(hook)
-    result = _loop(model, optimizer)
-    return Result(result.losses, [], result.weights, {**seen})
+SCRIPTS |= {
+    "tensor hooks": with_tensor_hooks(before=False),
+    "tensor hooks from before": with_tensor_hooks(before=True),
+    "hooks that scale": with_hooks(lambda grad: grad.mul_(0.5)),
+    "hooks that clamp": with_hooks(lambda grad: grad.clamp_(-0.05, 0.05)),
+    "hooks that read": with_hooks(lambda grad: grad.div_(grad.norm() + 1)),
+}
 
 
 @script
@@ -78,7 +92,7 @@ def module_backward_hooks(wrap: Wrap) -> Result:
 
     for block in model.blocks:
         block.register_full_backward_hook(hook)
-    result = _loop(model, optimizer)
+    result = train(model, optimizer, clips=True)
     return Result(result.losses, norms, result.weights)
 
 
@@ -86,56 +100,40 @@ class StoppedError(Exception):
     """Raised by a hook."""
 
 
-@script
-def hook_that_raises(wrap: Wrap) -> Result:
-    """Backward ends in the middle; the script drops what there is and goes on."""
-    model, optimizer = start(wrap)
-    armed = False
+def with_hook_that_raises(*, clips: bool) -> Script:
+    """Backward ends in the middle; the script drops what there is, by the optimizer or the model, and goes on."""
 
-    def hook(grad: Tensor) -> None:  # noqa: ARG001
-        if armed:
-            raise StoppedError
+    def run(wrap: Wrap) -> Result:
+        model, optimizer = start(wrap)
+        armed = False
 
-    model.get_parameter("blocks.1.up.weight").register_hook(hook)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        armed = step in (1, 4)
-        loss = model(tokens(step))
-        losses.append(loss.item())
-        try:
-            loss.backward()
-        except StoppedError:
-            optimizer.zero_grad()
-            continue
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Result(losses, norms, weights_of(model))
+        def hook(_: Tensor) -> None:
+            if armed:
+                raise StoppedError
+
+        model.get_parameter("blocks.1.up.weight").register_hook(hook)
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            armed = step in (1, 4)
+            loss = model(tokens(step))
+            losses.append(loss.item())
+            try:
+                loss.backward()
+                if clips:
+                    norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                optimizer.step()
+            except StoppedError:
+                pass
+            (optimizer if clips else model).zero_grad()
+        return Result(losses, norms, weights_of(model))
+
+    return run
 
 
-@script
-def hook_that_raises_unclipped(wrap: Wrap) -> Result:
-    """The same where nothing is clipped, and model.zero_grad() clears."""
-    model, optimizer = start(wrap)
-    armed = False
-
-    def hook(grad: Tensor) -> None:  # noqa: ARG001
-        if armed:
-            raise StoppedError
-
-    model.get_parameter("blocks.1.up.weight").register_hook(hook)
-    losses = []
-    for step in range(NUM_STEPS):
-        armed = step in (1, 4)
-        loss = model(tokens(step))
-        losses.append(loss.item())
-        try:
-            loss.backward()
-            optimizer.step()
-        except StoppedError:
-            pass
-        model.zero_grad()
-    return Result(losses, [], weights_of(model))
+SCRIPTS |= {
+    "hook_that_raises": with_hook_that_raises(clips=True),
+    "hook_that_raises_unclipped": with_hook_that_raises(clips=False),
+}
 
 
 @script
@@ -184,38 +182,19 @@ class WithUnused(LM):
 
 @script
 def unused_parameters(wrap: Wrap) -> Result:
-    model, optimizer = start(wrap, WithUnused())
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
+    def before(model: nn.Module, step: int) -> None:
         model.use_branch = step % 2 == 0
-        loss = model(tokens(step))
-        loss.backward()
+
+    def edit(model: nn.Module, step: int) -> None:
         assert model.never.weight.grad is None
         assert (model.branch.weight.grad is None) == (step % 2 == 1)
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, norms, weights_of(model))
+
+    return train(*start(wrap, WithUnused()), before=before, edit=edit, clips=True)
 
 
 @script
 def tied_parameters(wrap: Wrap) -> Result:
-    return _loop(*start(wrap, LM(tied=True)))
-
-
-def _loop(model: nn.Module, optimizer: Any, at_step: Callable[[int], Any] | None = None) -> Result:
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        if at_step is not None:
-            at_step(step)
-        loss = model(tokens(step))
-        loss.backward()
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, norms, weights_of(model))
+    return train(*start(wrap, LM(tied=True)), clips=True)
 
 
 def _train(params: Iterable[nn.Parameter], flag: bool) -> None:
@@ -223,17 +202,22 @@ def _train(params: Iterable[nn.Parameter], flag: bool) -> None:
         p.requires_grad_(flag)
 
 
+def unfreeze_first(model: nn.Module, step: int) -> None:
+    if step == 3:
+        _train(model.blocks[0].parameters(), True)
+
+
 @script
 def frozen_for_some_steps(wrap: Wrap) -> Result:
-    """Trained, frozen from step 2, unfrozen at step 5: its moments and its count of steps wait."""
+    """Trained, frozen from step 1, unfrozen at step 3: its moments and its count of steps wait."""
     model, optimizer = start(wrap)
 
-    def at_step(step: int) -> None:
-        if step in (2, 5):
-            _train(model.blocks[1].parameters(), step == 5)
-            _train(model.emb.parameters(), step == 5)
+    def at_step(model: nn.Module, step: int) -> None:
+        if step in (1, 3):
+            _train(model.blocks[1].parameters(), step == 3)
+            _train(model.emb.parameters(), step == 3)
 
-    return _loop(model, optimizer, at_step)
+    return train(model, optimizer, before=at_step, clips=True)
 
 
 @script
@@ -243,7 +227,7 @@ def groups_of_different_rates(wrap: Wrap) -> Result:
     others = [p for p in made.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 1e-2}]
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=1e-4)
-    return _loop(*wrap(made, optimizer))
+    return train(*wrap(made, optimizer), clips=True)
 
 
 SCRIPTS_THAT_MAY_BE_REFUSED: dict[str, tuple[Script, str]] = {}
@@ -266,12 +250,12 @@ def added_group(wrap: Wrap) -> Result:
     _train(made.blocks[0].parameters(), False)
     model, optimizer = start(wrap, made)
 
-    def at_step(step: int) -> None:
+    def at_step(model: nn.Module, step: int) -> None:
         if step == 3:
             _train(model.blocks[0].parameters(), True)
             optimizer.add_param_group({"params": list(model.blocks[0].parameters()), "lr": 1e-2})
 
-    return _loop(model, optimizer, at_step)
+    return train(model, optimizer, before=at_step, clips=True)
 
 
 @may_be_refused("blocks.0")
@@ -280,9 +264,7 @@ def unfrozen_without_optimizer(wrap: Wrap) -> Result:
     made = LM()
     _train(made.blocks[0].parameters(), False)
     model, optimizer = start(wrap, made)
-    return _loop(
-        model, optimizer, lambda step: _train(model.blocks[0].parameters(), True) if step == 3 else None
-    )
+    return train(model, optimizer, before=unfreeze_first, clips=True)
 
 
 @may_be_refused("optimizer")
@@ -306,7 +288,7 @@ def optimizer_of_a_part(wrap: Wrap) -> Result:
 def optimizer_state_read(wrap: Wrap) -> Result:
     """optimizer.state[p], as loggers read it."""
     model, optimizer = start(wrap)
-    result = _loop(model, optimizer)
+    result = train(model, optimizer, clips=True)
     notes = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
     return Result(result.losses, result.grad_norms, result.weights, notes)
 
@@ -316,11 +298,11 @@ def optimizer_state_reset(wrap: Wrap) -> Result:
     """Moments cleared by hand in the middle."""
     model, optimizer = start(wrap)
 
-    def at_step(step: int) -> None:
+    def at_step(_model: nn.Module, step: int) -> None:
         if step == 4:
             optimizer.state.clear()
 
-    return _loop(model, optimizer, at_step)
+    return train(model, optimizer, before=at_step, clips=True)
 
 
 @may_be_refused("backward|create_graph")
@@ -369,6 +351,4 @@ def frozen_then_unfrozen(wrap: Wrap) -> Result:
     optimizer = adamw(made)
     _train(made.blocks[0].parameters(), False)
     model, optimizer = wrap(made, optimizer)
-    return _loop(
-        model, optimizer, lambda step: _train(model.blocks[0].parameters(), True) if step == 3 else None
-    )
+    return train(model, optimizer, before=unfreeze_first, clips=True)

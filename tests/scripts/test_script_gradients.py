@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,24 +16,54 @@ from tests.scripts import gradient_loops, gradient_params, gradients
 from tests.scripts.common import (
     AUTOCAST_TOLERANCES,
     LM,
+    Result,
+    Wrap,
     adamw,
     assert_matches,
     cases,
+    make_config,
     offloaded,
     reference,
     run,
     start,
     tokens,
+    train,
 )
+from tests.support.schedules import Slowness
 
 SCRIPTS = {**gradients.SCRIPTS, **gradient_loops.SCRIPTS, **gradient_params.SCRIPTS}
 
 
-@pytest.mark.parametrize(("name", "placement"), cases(SCRIPTS, ["host", "nvme", "stage 1"]))
-def test_gradients_are_those_of_torch(name: str, placement: str, tmp_path: Path) -> None:
+def same_bits(one: Result, other: Result) -> bool:
+    return (one.losses, one.grad_norms) == (other.losses, other.grad_norms) and all(
+        torch.equal(values[key], value)
+        for values, others in ((one.weights, other.weights), (one.notes, other.notes))
+        for key, value in others.items()
+    )
+
+
+@pytest.mark.parametrize(("name", "placement"), cases(SCRIPTS, ["host", "mixed", "nvme"]))
+def test_gradients_are_those_of_torch_wherever_they_live(name: str, placement: str, tmp_path: Path) -> None:
+    """Near them with everything on the device, and there and elsewhere the same bits."""
     script = SCRIPTS[name]
     tolerances = AUTOCAST_TOLERANCES if name == "autocast" else {}
-    assert_matches(run(script, offloaded(placement, tmp_path)), reference(script), **tolerances)
+    resident = run(script, offloaded("stage 1", tmp_path))
+    assert_matches(resident, reference(script), **tolerances)
+    assert same_bits(run(script, offloaded(placement, tmp_path)), resident)
+
+
+UNDER_DELAYS = [
+    "noise", "kept and put back", "accumulate", "accumulate_zero_grad_to_zeros", "accumulate_over_all_steps",
+    "model_zero_grad", "scaled_between_backwards",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNDER_DELAYS)
+def test_random_delays_change_nothing(name: str, tmp_path: Path, faults: ExitStack) -> None:
+    expected = run(SCRIPTS[name], offloaded("stage 1", tmp_path))
+    faults.enter_context(Slowness(zlib.crc32(name.encode())).everywhere())
+    for placement in ("host", "mixed"):
+        assert same_bits(run(SCRIPTS[name], offloaded(placement, tmp_path)), expected), placement
 
 
 @pytest.mark.parametrize("name", gradient_params.SCRIPTS_THAT_MAY_BE_REFUSED)
@@ -58,54 +90,15 @@ def test_an_optimizer_of_another_copy_is_refused(placement: str, tmp_path: Path)
 def test_without_a_clipping_key_nothing_clips(tmp_path: Path) -> None:
     """The plain form clips if its configuration says so."""
 
-    def script(wrap: gradients.Wrap) -> gradients.Result:
-        model, optimizer = start(wrap, lr=1e-2)
-        losses = []
-        for step in range(4):
-            loss = 100 * model(tokens(step))  # a norm of 100 and more
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return gradients.Result(losses, [], gradients.weights_of(model))
+    def script(wrap: Wrap) -> Result:
+        # a norm of 100 and more
+        return train(*start(wrap, lr=1e-2), loss_of=lambda model, step: 100 * model(tokens(step)))
 
-    assert_matches(run(script, offloaded("host", tmp_path)), run(script, gradients.Wrap()))
-
-
-@pytest.mark.parametrize("placement", ["host", "stage 1"])
-def test_a_gradient_is_like_its_parameter(placement: str, tmp_path: Path) -> None:
-    wrap = offloaded(placement, tmp_path)
-    model, optimizer = start(wrap)
-    assert all(p.grad is None for p in model.parameters())
-    model(tokens(0)).backward()
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        assert isinstance(p.grad, torch.Tensor)
-        assert (p.grad.shape, p.grad.dtype, p.grad.device) == (p.shape, p.dtype, p.device), name
-        assert p.grad.numel() == p.numel()
-        assert not p.grad.requires_grad
-        assert p.grad is p.grad
-        assert repr(p.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    wrap.close()
-
-
-def test_where_the_update_runs_in_backward_a_gradient_says_so(tmp_path: Path) -> None:
-    """Never None or 0 in silence: an error that names the key."""
-    wrap = offloaded("host", tmp_path, update={"in_backward": True})
-    model, _ = start(wrap)
-    model(tokens(0)).backward()
-    with pytest.raises(OffloadError, match="in_backward"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    wrap.close()
+    assert_matches(run(script, offloaded("host", tmp_path)), run(script, Wrap()))
 
 
 def test_gradients_of_the_engine(tmp_path: Path) -> None:
     """initialize(): between backward() and step() too, or a named error."""
-    from tests.scripts.common import make_config
-
     torch.manual_seed(0)
     plain = LM()
     plain(tokens(0)).backward()

@@ -1,13 +1,11 @@
-"""`param.grad`: what it reads as, what is kept of it, what is refused."""
+"""`param.grad`: what it reads as, what is kept of it, what is refused. Scripts that use it: tests/scripts."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import logging
 import math
-import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from tests.support.plain_form import (
     make_optimizer,
     named_grads,
     offloaded,
+    plain_config,
 )
 from tests.support.tiny import tokens
 from tests.support.training import worst_relative_difference
@@ -132,34 +131,6 @@ def test_clipping_and_unscaling_a_model_move_no_gradient(
         assert moved.count > 0
 
 
-def test_a_clipped_gradient_reads_as_clipped(tmp_path: Path) -> None:
-    plain = make_model()
-    with offloaded("host", tmp_path) as (model, _):
-        for each in (plain, model):
-            each(tokens(0)).backward()
-            for grad in grads(each):
-                grad.mul_(0.3)
-        for name, expected in named_grads(plain).items():
-            assert torch.equal(named_grads(model)[name].clone(), expected)
-
-
-def test_data_of_a_gradient_is_assigned_as_torch_does(tmp_path: Path) -> None:
-    with offloaded("mixed", tmp_path) as (model, optimizer):
-        model(tokens(0)).backward()
-        p = model.blocks[0].up.weight
-        p.grad.data = p.grad.data.sign()
-        assert torch.equal(p.grad.abs(), torch.ones(p.shape))
-        with pytest.raises(
-            StateError, match=r"up\.weight\.grad: data of torch\.float32 \(3,\) is assigned where"
-        ):
-            p.grad.data = torch.ones(3)
-        del p.grad
-        assert p.grad is None
-        before = p.detach().clone()
-        optimizer.step()
-        assert torch.equal(p.detach(), before)
-
-
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda grad: grad.detach(),
     "data": lambda grad: grad.data,
@@ -233,21 +204,6 @@ def test_other_memory_of_a_dropped_gradient_is_not_the_next_one(is_worn_again: b
         torch.testing.assert_close(final_weights(model), final_weights(plain))
 
 
-def test_copies_are_ordinary_tensors(tmp_path: Path) -> None:
-    with offloaded("nvme", tmp_path) as (model, _):
-        model(tokens(0)).backward()
-        grad = model.emb.weight.grad
-        value = grad.clone()
-        file = io.BytesIO()
-        torch.save(grad, file)
-        file.seek(0)
-        for copied in (value, copy.deepcopy(grad), pickle.loads(pickle.dumps(grad)), torch.load(file)):
-            assert type(copied) is Tensor
-            assert torch.equal(copied, value)
-        with pytest.raises(StateError, match=r"emb\.weight\.grad: data_ptr\(\) needs memory"):
-            grad.data_ptr()
-
-
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 def test_nan_times_zero_is_nan(factor: float, tmp_path: Path) -> None:
     with offloaded("host", tmp_path) as (model, optimizer):
@@ -286,6 +242,62 @@ def test_a_factor_that_overflows_gives_what_torch_gives(factor: float, tmp_path:
             assert torch.equal(named_grads(model)[name].clone(), expected)
 
 
+# --- from before offload() ---
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+def test_gradients_from_before_offload_are_added_to_in_the_dtype_that_the_model_gets(
+    placement: str, precision: dict[str, Any], tmp_path: Path
+) -> None:
+    model, plain = make_model(), make_model()
+    for each in (model, plain):
+        each(tokens(0)).backward()
+    _, optimizer = offloadzero.offload(
+        model, make_optimizer(model), plain_config(placement, tmp_path, **precision)
+    )
+    if precision:
+        plain.bfloat16()  # its gradients, too
+        plain.load_state_dict(model.state_dict())  # rounded where two values are equally near
+    for each in (model, plain):
+        each(tokens(1)).backward()
+    for (name, grad), (_, expected) in zip(
+        named_grads(model).items(), named_grads(plain).items(), strict=True
+    ):
+        assert torch.equal(grad.clone(), expected), name
+    optimizer.close()
+
+
+def test_a_start_that_is_interrupted_leaves_gradients_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of frozen parameters, too, which are cast with the others."""
+    model = make_model()
+    model(tokens(0)).backward()
+    frozen = model.blocks[0].up.weight.requires_grad_(requires_grad=False)
+    before = named_grads(model)
+    config = plain_config("host", tmp_path, bf16={"enabled": True})
+    cast = Tensor.to
+
+    def interrupted(self: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        result = cast(self, *args, **keywords)
+        if any(self is grad for grad in before.values()):  # the handler holds it back until all are cast
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            offloadzero.offload(model, make_optimizer(model), config)
+    after = named_grads(model)
+    assert after.keys() == before.keys()
+    assert all(after[name] is grad for name, grad in before.items())
+    _, optimizer = offloadzero.offload(model, make_optimizer(model), config)
+    assert frozen.grad is not None
+    assert frozen.grad.dtype == torch.bfloat16
+    optimizer.close()
+
+
 # --- what is kept of it ---
 
 
@@ -307,19 +319,6 @@ def test_a_gradient_kept_after_it_was_dropped_is_an_error_and_not_the_next_one(t
         optimizer.zero_grad()
         with pytest.raises(StateError, match="this gradient was dropped"):
             kept.sum()
-
-
-def test_a_gradient_put_back_is_the_gradient(tmp_path: Path) -> None:
-    plain = make_model()
-    plain_optimizer = make_optimizer(plain)
-    with offloaded("host", tmp_path) as (model, optimizer):
-        for each, own in ((plain, plain_optimizer), (model, optimizer)):
-            each(tokens(0)).backward()
-            kept = each.emb.weight.grad
-            each.emb.weight.grad = None
-            each.emb.weight.grad = kept.detach()
-            own.step()
-        torch.testing.assert_close(final_weights(model), final_weights(plain))
 
 
 def test_after_close_it_is_an_error(tmp_path: Path) -> None:
