@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from offloadzero.io.engine import AioEngine
-from tests.io.engines import BACKENDS, make_engine
+from tests.io.engines import BACKENDS, BLOCK, DEPTH, make_engine
 
 FILESYSTEMS = ["disk", "tmpfs"]
 
@@ -24,6 +24,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 def engine(backend: str) -> Iterator[AioEngine]:
     with make_engine(backend, block_size=128 << 10, queue_depth=16) as made:
         yield made
+
+
+@pytest.fixture(params=BACKENDS)
+def shallow(request: pytest.FixtureRequest) -> Iterator[AioEngine]:
+    """Of small blocks, and of few at once; its faults and delays end with it."""
+    made = make_engine(request.param, block_size=BLOCK, queue_depth=DEPTH)
+    yield made
+    made.close(cancel=True)
 
 
 @pytest.fixture(params=FILESYSTEMS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import random
 import threading
 import time
 import weakref
@@ -14,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from offloadzero.errors import AioError, ConfigError, StateError
 from offloadzero.io.engine import AioEngine, AioFile
@@ -24,13 +21,6 @@ from tests.io.engines import KERNEL_BACKENDS, MIB, make_engine, random_bytes
 SIZES = [0, 1, 511, 4096, 4097, MIB - 1, MIB, MIB + 1]
 OFFSETS = [0, 1, 199, 4095, 4096, 8191, 65536 + 512]
 WAIT_S = 30.0
-
-
-def max_segments(path: Path) -> int:
-    """Of the disk under a path; 0 where there is none that says it."""
-    device = os.stat(path).st_dev
-    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue")
-    return int((queue / "max_segments").read_text()) if queue.is_dir() else 0
 
 
 def plain_read(path: Path, num_bytes: int, offset: int) -> bytes:
@@ -116,21 +106,6 @@ class TestBytes:
                 assert engine.stats()["bounced"] == 0
                 assert engine.stats()["blocks"] == 4
 
-    @pytest.mark.parametrize(("num_mib", "num_blocks"), [(1, 1), (2, 2), (16, 17)])
-    def test_blocks_are_whole_requests_of_the_disk(
-        self, tmp_path: Path, num_mib: int, num_blocks: int
-    ) -> None:
-        """A disk of 254 segments takes 1016 KiB of scattered pages at once; the kernel would cut 8 KiB off 1 MiB."""
-        with make_engine("io_uring") as engine, engine.open(tmp_path / "data", create=True) as file:
-            if not file.direct or max_segments(tmp_path) != 254:
-                pytest.skip("no direct I/O, or another disk")
-            memory = np.frombuffer(random_bytes(num_mib * MIB + 4096), np.uint8).copy()
-            start = -memory.ctypes.data % 4096
-            data = memory[start : start + num_mib * MIB]
-            engine.write(file, data, offset=0).wait(WAIT_S)
-            assert engine.stats()["blocks"] == num_blocks
-        assert plain_read(tmp_path / "data", num_mib * MIB, 0) == data.tobytes()
-
     def test_tensors_memoryviews_and_arrays(self, engine: AioEngine, tmp_path: Path) -> None:
         with engine.open(tmp_path / "data", create=True) as file:
             tensor = torch.randn(3, 333, dtype=torch.float32).to(torch.bfloat16)
@@ -146,56 +121,6 @@ class TestBytes:
 
 
 class TestManyOperations:
-    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(data=st.data())
-    def test_random_disjoint_operations(self, backend: str, folder: Path, data: st.DataObject) -> None:
-        seed = data.draw(st.integers(0, 2**32 - 1))
-        rng = random.Random(seed)
-        options = {
-            "block_size": data.draw(st.sampled_from([4096, 12288, 65536])),
-            "queue_depth": data.draw(st.sampled_from([1, 3, 32])),
-            "num_threads": data.draw(st.sampled_from([1, 2])),
-        }
-        num_operations = data.draw(st.sampled_from([10, 300, 1000]))
-        with make_engine(backend, **options) as engine:
-            files = [engine.open(folder / f"data.{i}", create=True) for i in range(3)]
-            pieces = self._cut(rng, num_operations, len(files))
-            models = [bytearray(random_bytes(end, seed + i)) for i, end in enumerate(self._ends(pieces, 3))]
-            for file, model in zip(files, models, strict=True):
-                Path(file.path).write_bytes(bytes(len(model)) if rng.random() < 0.5 else b"")
-            buffers = [bytes(models[i][begin:end]) for i, begin, end in pieces]
-            order = list(range(len(pieces)))
-            rng.shuffle(order)
-            writes = [engine.write(files[pieces[k][0]], buffers[k], offset=pieces[k][1]) for k in order]
-            for ticket in writes:
-                ticket.wait(WAIT_S)
-            for file, model in zip(files, models, strict=True):
-                assert Path(file.path).read_bytes() == model
-            reads = []
-            for k in order:
-                i, begin, end = pieces[k]
-                memory = bytearray(end - begin)
-                reads.append((engine.read(files[i], memory, offset=begin, priority=k % 3), k, memory))
-            for ticket, k, memory in reads:
-                ticket.wait(WAIT_S)
-                assert memory == buffers[k]
-
-    @staticmethod
-    def _cut(rng: random.Random, num_pieces: int, num_files: int) -> list[tuple[int, int, int]]:
-        """Adjacent (file, begin, end) ranges of odd sizes: many share an alignment unit with a neighbour."""
-        ends = [0] * num_files
-        pieces = []
-        for _ in range(num_pieces):
-            i = rng.randrange(num_files)
-            size = rng.choice([0, 1, 17, 511, 1000, 4096, 4097, rng.randrange(30_000)])
-            pieces.append((i, ends[i], ends[i] + size))
-            ends[i] += size
-        return pieces
-
-    @staticmethod
-    def _ends(pieces: list[tuple[int, int, int]], num_files: int) -> list[int]:
-        return [max((end for i, _, end in pieces if i == k), default=0) for k in range(num_files)]
-
     @pytest.mark.parametrize("num_threads", [1, 3])
     def test_adjacent_small_writes_lose_nothing(self, backend: str, tmp_path: Path, num_threads: int) -> None:
         data = random_bytes(5 * 4096)
@@ -211,25 +136,6 @@ class TestManyOperations:
             for ticket in tickets:
                 ticket.wait(WAIT_S)
         assert path.read_bytes() == data
-
-    def test_many_small_operations(self, engine: AioEngine, tmp_path: Path) -> None:
-        num_operations, size = 2000, 4096
-        data = random_bytes(num_operations * size)
-        with engine.open(tmp_path / "data", create=True) as file:
-            file.preallocate(len(data))
-            view = memoryview(data)
-            tickets = [
-                engine.write(file, view[k * size : (k + 1) * size], offset=k * size)
-                for k in range(num_operations)
-            ]
-            for ticket in tickets:
-                ticket.wait(WAIT_S)
-            assert (tmp_path / "data").read_bytes() == data
-            stats = engine.stats()
-        assert stats["operations"] == num_operations
-        assert stats["blocks"] == num_operations
-        assert stats["bytes_written"] == len(data)
-        assert stats["bytes_read"] == 0
 
     def test_threads_share_an_engine(self, engine: AioEngine, tmp_path: Path) -> None:
         failures: list[BaseException] = []
@@ -272,13 +178,6 @@ class TestManyOperations:
 
 
 class TestTickets:
-    def test_wait_again_and_done(self, engine: AioEngine, tmp_path: Path) -> None:
-        with engine.open(tmp_path / "data", create=True) as file:
-            ticket = engine.write(file, b"x" * 100, offset=0)
-            ticket.wait()
-            ticket.wait(0.0)
-            assert ticket.done()
-
     def test_an_error_is_raised_again(self, engine: AioEngine, tmp_path: Path) -> None:
         path = tmp_path / "short"
         path.write_bytes(bytes(10_000))

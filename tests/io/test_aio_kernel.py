@@ -6,34 +6,21 @@ import errno
 import gc
 import os
 import random
-import subprocess
-import sys
-import textwrap
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
 from offloadzero.io.engine import AioEngine
-from tests.io.engines import BACKENDS, MIB, REPOSITORY, make_engine
+from tests.io.engines import BACKENDS, BLOCK, DEPTH, MIB, aligned, make_engine, run_script
 
-BLOCK = 16384
-DEPTH = 4
 WAIT_S = 30.0
 LONG_MS = 3_600_000
 TIMEOUT_S = 0.5
-
-
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[AioEngine]:
-    made = make_engine(request.param, block_size=BLOCK, queue_depth=DEPTH)
-    yield made
-    made.close(cancel=True)
 
 
 @pytest.fixture
@@ -41,12 +28,6 @@ def path(tmp_path: Path) -> Path:
     name = tmp_path / "states.bin"
     name.write_bytes(random.Random(3).randbytes(16 * BLOCK))
     return name
-
-
-def aligned(num_bytes: int) -> np.ndarray:
-    memory = np.zeros(num_bytes + 4096, np.uint8)
-    start = -memory.ctypes.data % 4096
-    return memory[start : start + num_bytes]
 
 
 def wait_for_blocks(engine: AioEngine, num_blocks: int) -> None:
@@ -144,15 +125,15 @@ class TestTimeout:
 
 
 class TestClose:
-    def test_drops_what_has_not_started(self, engine: AioEngine, path: Path) -> None:
+    def test_drops_what_has_not_started(self, shallow: AioEngine, path: Path) -> None:
         before = path.read_bytes()
-        file = engine.open(path)
+        file = shallow.open(path)
         for nth in range(1, DEPTH + 1):
-            engine.inject("delay", nth, LONG_MS)
-        begun = [engine.write(file, before[:BLOCK], offset=0) for _ in range(DEPTH)]
-        wait_for_blocks(engine, DEPTH)  # all places in the queue are taken: nothing else begins
-        queued = [engine.write(file, bytes(4 * BLOCK), offset=0) for _ in range(10)]
-        engine.close(cancel=True)  # ends the delays
+            shallow.inject("delay", nth, LONG_MS)
+        begun = [shallow.write(file, before[:BLOCK], offset=0) for _ in range(DEPTH)]
+        wait_for_blocks(shallow, DEPTH)  # all places in the queue are taken: nothing else begins
+        queued = [shallow.write(file, bytes(4 * BLOCK), offset=0) for _ in range(10)]
+        shallow.close(cancel=True)  # ends the delays
         for ticket in begun:
             ticket.wait(WAIT_S)
         for ticket in queued:
@@ -186,6 +167,7 @@ class TestRegisteredBuffers:
             assert engine.stats()["registered_bytes"] == 0
             engine.read(file, arena[: 16 * BLOCK], offset=0).wait(WAIT_S)
             assert engine.stats()["fixed"] == num_fixed + 16
+            assert engine.register_parts(arena[5:]) == arena.nbytes - 5
 
     def test_are_kept_alive_until_they_are_given_back(self, path: Path) -> None:
         with make_engine("io_uring", num_threads=2) as engine, engine.open(path) as file:
@@ -313,20 +295,12 @@ class TestLockedMemory:
         print("fine")
     """
 
-    @pytest.mark.parametrize("limit", [8 * MIB, 65536])
-    @pytest.mark.parametrize("name", BACKENDS)
+    @pytest.mark.parametrize(
+        ("name", "limit"), [*((name, 65536) for name in BACKENDS), ("io_uring", 8 * MIB)]
+    )
     def test_a_refused_buffer_is_visible_and_harmless(self, name: str, limit: int, tmp_path: Path) -> None:
         make_engine(name).close()
-        command = [
-            sys.executable,
-            "-c",
-            textwrap.dedent(self.SCRIPT),
-            name,
-            str(tmp_path / "data"),
-            str(limit),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = run_script(self.SCRIPT, name, str(tmp_path / "data"), str(limit))
         assert done.returncode == 0, done.stderr
         small, large, end = done.stdout.splitlines()
         assert end == "fine"

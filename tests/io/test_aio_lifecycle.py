@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offloadzero.errors import AioError, ConfigError, StateError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.io.engine import AioBackend, AioEngine
 from tests.io.engines import BACKENDS, MIB, make_engine, random_bytes, run_script
 
@@ -70,22 +69,6 @@ class TestLifecycle:
         with pytest.raises(StateError, match="closed"):
             engine.read(file, bytearray(1), offset=0)
 
-    def test_cancel_drops_what_has_not_started(self, backend: str, tmp_path: Path) -> None:
-        engine = make_engine(backend, block_size=4096, queue_depth=1)
-        file = engine.open(tmp_path / "data", create=True)
-        tickets = [engine.write(file, bytes(64 * 4096), offset=k * 64 * 4096) for k in range(200)]
-        engine.close(cancel=True)
-        outcomes = []
-        for ticket in tickets:
-            assert ticket.done()
-            try:
-                ticket.wait()
-                outcomes.append(0)
-            except AioError as error:
-                outcomes.append(error.errno)
-        assert set(outcomes) <= {0, errno.ECANCELED}
-        assert outcomes[-1] == errno.ECANCELED
-
     @pytest.mark.parametrize("name", BACKENDS)
     def test_a_forked_child_gets_an_error(self, name: str, tmp_path: Path) -> None:
         make_engine(name).close()
@@ -125,8 +108,10 @@ class TestLifecycle:
         done = run_script(script, name, str(tmp_path / "data"))
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
-    @pytest.mark.parametrize("name", BACKENDS)
-    @pytest.mark.parametrize("ending", ["return", "sys.exit(0)", "1/0"])
+    @pytest.mark.parametrize(
+        ("name", "ending"),
+        [*((name, "return") for name in BACKENDS), (BACKENDS[0], "sys.exit(0)"), (BACKENDS[-1], "1/0")],
+    )
     def test_the_interpreter_exits_with_operations_in_flight(
         self, name: str, ending: str, tmp_path: Path
     ) -> None:
@@ -211,25 +196,6 @@ class TestChoosingABackend:
         """
         )
         done = run_script(script, str(tmp_path / "data"))
-        assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
-
-    @pytest.mark.parametrize("name", BACKENDS)
-    def test_little_locked_memory_is_enough(self, name: str, tmp_path: Path) -> None:
-        make_engine(name).close()
-        script = """
-            import resource, sys
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-            from offloadzero.io.engine import AioEngine
-            with AioEngine(backend=sys.argv[1], queue_depth=256) as engine:
-                file = engine.open(sys.argv[2], create=True)
-                data = bytes(range(256)) * 40_000
-                engine.write(file, data, offset=0).wait()
-                back = bytearray(len(data))
-                engine.read(file, back, offset=0).wait()
-                assert back == data
-            print("fine")
-        """
-        done = run_script(script, name, str(tmp_path / "data"))
         assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
     def test_auto_takes_what_a_named_backend_would(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from offloadzero.errors import AioError
 from offloadzero.io.engine import AioEngine, AioFile, AioTicket
 from tests.io.engines import BACKENDS, make_engine
+from tests.support.cases import case
 
 WAIT_S = 60.0
 GIB = 1 << 30
@@ -31,18 +32,28 @@ def descriptors() -> dict[str, str]:
 
 class TestTenThousandOperations:
     NUM_FILES = 16
+    NUM_GROWING = 4  # they begin empty, and are written in any order
     NUM_OPERATIONS = 10_000
+    OPTIONS = (
+        {"block_size": 16384, "queue_depth": 64, "num_threads": 2},
+        {"block_size": 4096, "queue_depth": 1, "num_threads": 1},
+        {"block_size": 65536, "queue_depth": 3, "num_threads": 2},
+    )
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_random_reads_and_writes_at_once(self, backend: str, folder: Path) -> None:
-        rng = np.random.default_rng(17)
+        for number, options in enumerate(self.OPTIONS):
+            with case(options):
+                self._run(backend, folder, np.random.default_rng(17 + number), options)
+
+    def _run(self, backend: str, folder: Path, rng: np.random.Generator, options: dict[str, int]) -> None:
         size = 400_000
         models = [rng.integers(0, 256, size, np.uint8) for _ in range(self.NUM_FILES)]
         paths = [folder / f"data.{i}" for i in range(self.NUM_FILES)]
-        for path, model in zip(paths, models, strict=True):
-            path.write_bytes(model.tobytes())
+        for i, (path, model) in enumerate(zip(paths, models, strict=True)):
+            path.write_bytes(b"" if i < self.NUM_GROWING else model.tobytes())
         operations = self._cut(rng, size)
-        with make_engine(backend, block_size=16384, queue_depth=64, num_threads=2) as engine:
+        with make_engine(backend, **options) as engine:
             files = [engine.open(path) for path in paths]
             tickets: list[AioTicket] = []
             reads: list[tuple[np.ndarray, np.ndarray]] = []
@@ -59,7 +70,10 @@ class TestTenThousandOperations:
             assert len(tickets) == self.NUM_OPERATIONS
             for ticket in tickets:
                 ticket.wait(WAIT_S)
-            assert engine.stats()["operations"] == self.NUM_OPERATIONS
+            stats = engine.stats()
+        assert stats["operations"] == self.NUM_OPERATIONS
+        written = sum(end - begin for _, begin, end, is_write in operations if is_write)
+        assert (stats["bytes_written"], stats["bytes_read"]) == (written, self.NUM_FILES * size - written)
         assert all(np.array_equal(back, expected) for back, expected in reads)
         for path, model in zip(paths, models, strict=True):
             assert path.read_bytes() == model.tobytes()
@@ -71,7 +85,7 @@ class TestTenThousandOperations:
         for i in range(self.NUM_FILES):
             cuts = np.sort(rng.integers(0, size, per_file - 1)).tolist()
             for begin, end in zip([0, *cuts], [*cuts, size], strict=True):
-                operations.append((i, begin, end, bool(rng.integers(2))))
+                operations.append((i, begin, end, i < self.NUM_GROWING or bool(rng.integers(2))))
         rng.shuffle(operations)
         return [(int(i), int(begin), int(end), bool(is_write)) for i, begin, end, is_write in operations]
 

@@ -155,23 +155,6 @@ def test_memory_beyond_the_limit_is_registered_in_parts(tmp_path: Path) -> None:
     assert last == "0"
 
 
-def test_parts_that_the_kernel_does_not_take_at_all() -> None:
-    memory = np.zeros(3 * MIB, np.uint8)
-    with AioEngine(backend="aiofiles") as engine:
-        assert engine.register_parts(memory) == 0
-        assert engine.buffers_reason == "aiofiles has none"
-        with pytest.raises(ConfigError, match="must be registered"):
-            engine.unregister_buffer(memory)
-        assert engine.register_parts(memory[:0]) == 0
-    with uring_engine() as engine:
-        assert engine.register_parts(memory) == memory.nbytes
-        assert engine.buffers_reason == "registered"
-        with pytest.raises(ConfigError, match="overlap"):
-            engine.register_parts(memory[5:])
-        engine.unregister_buffer(memory)
-        assert engine.register_parts(memory[5:]) == memory.nbytes - 5
-
-
 # --- depth and threads
 
 
