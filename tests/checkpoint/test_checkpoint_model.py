@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,8 @@ from torch import nn
 
 from offloadzero import CheckpointError
 from offloadzero.checkpoint.buffers import may_overlap
-from tests.support.checkpoints import Net, bits, contents, edit_meta, reseal, small_engine, train, whole_state
+from tests.support.checkpoints import Net, bits, contents, edit_meta, reseal, train, whole_state
 from tests.support.tiny import all_states
-
-
-@pytest.fixture
-def engine_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Makes engines that are closed at the end."""
-    engines: list[Any] = []
-
-    def make(model: Net, seed: int = 0) -> Any:
-        engines.append(small_engine(tmp_path / "nvme", seed=seed, model=model))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
 
 # --- buffers that stand on unusual memory ---
 
@@ -212,7 +197,7 @@ def test_a_parameter_with_the_name_of_another_optimizer_s_state_comes_back(
         model = Net()
         model._parameters["embed.weight.sum"] = nn.Parameter(torch.full((17,), float(seed)))
         model._parameters["scale.exp_avg"] = nn.Parameter(torch.ones(17))
-        engines.append(engine_of(model, seed))
+        engines.append(engine_of(model, seed=seed))
     saved, loaded = engines
     # Without the frozen parameter its states are nobody's names.
     saved.save_checkpoint(tmp_path / "saved", tag="a", exclude_frozen_parameters=True)

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ def test_values_come_back_as_they_were(value: Any) -> None:
     assert type(back) is type(value)
 
 
-def test_what_json_cannot_keep_is_refused_by_its_place(tmp_path: Path) -> None:
-    engine = small_engine(tmp_path)
+def test_what_json_cannot_keep_is_refused_by_its_place(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine = engine_of()
     cyclic: dict[str, Any] = {}
     cyclic["a"] = cyclic
     for state, where in (
@@ -111,7 +112,6 @@ def test_what_json_cannot_keep_is_refused_by_its_place(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=where):
             engine.save_checkpoint(tmp_path / "saved", client_state=state)
     assert not (tmp_path / "saved").exists()
-    engine.close()
 
 
 def tensor_rates(net: nn.Module) -> torch.optim.Optimizer:
@@ -235,22 +235,21 @@ def test_torchs_schedules_go_on(tmp_path: Path, schedule: Any) -> None:
     engine.close()
 
 
-def test_options_keep_their_types(tmp_path: Path) -> None:
-    engine = small_engine(tmp_path)
+def test_options_keep_their_types(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine = engine_of()
     engine.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
     engine.save_checkpoint(tmp_path / "saved", client_state={"shape": (1, 2), "by_id": {7: "a"}})
     engine.optimizer.param_groups[0]["betas"] = (0.9, 0.95)
     _, state = engine.load_checkpoint(tmp_path / "saved")
     assert engine.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert state == {"shape": (1, 2), "by_id": {7: "a"}}
-    engine.close()
 
 
 # --- the other ways to load ---
 
 
-def test_a_schedule_or_none(tmp_path: Path) -> None:
-    with_one, without = small_engine(tmp_path), small_engine(tmp_path, scheduler=None)
+def test_a_schedule_or_none(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    with_one, without = engine_of(), engine_of(scheduler=None)
     for engine, name in ((with_one, "with"), (without, "without")):
         engine.save_checkpoint(tmp_path / name)
     for engine, name, reason in (
@@ -262,8 +261,6 @@ def test_a_schedule_or_none(tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path / name)
         assert whole_state(engine) == before
         engine.load_checkpoint(tmp_path / name, load_lr_scheduler_states=False)
-    with_one.close()
-    without.close()
 
 
 @pytest.mark.parametrize(
@@ -276,18 +273,16 @@ def test_a_schedule_or_none(tmp_path: Path) -> None:
     ],
 )
 def test_counters_come_with_all_but_the_model_alone(
-    options: dict[str, bool], counters: tuple[int, int, int], tmp_path: Path
+    engine_of: Callable[..., Any], options: dict[str, bool], counters: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """As in DeepSpeed: a run that goes on with new states counts on, and its schedule with it."""
-    engine = small_engine(tmp_path)
+    engine = engine_of()
     train(engine, 3)
     engine.save_checkpoint(tmp_path / "saved")
-    engine.close()
-    engine = small_engine(tmp_path)
+    engine = engine_of()
     engine.load_checkpoint(tmp_path / "saved", **options)
     steps = engine.lr_scheduler.last_epoch
     assert (engine.global_steps, engine.global_samples, steps) == counters
-    engine.close()
 
 
 PRECISIONS = {
@@ -300,46 +295,41 @@ PRECISIONS = {
 @pytest.mark.parametrize("written", PRECISIONS)
 @pytest.mark.parametrize("read", PRECISIONS)
 def test_the_loss_scale_is_the_configs_unless_both_are_dynamic(
-    tmp_path: Path, written: str, read: str
+    engine_of: Callable[..., Any], tmp_path: Path, written: str, read: str
 ) -> None:
     """A bf16 run that took over the scale of fp16 would multiply its loss by it, for good."""
-    engine = small_engine(tmp_path, **PRECISIONS[written])
+    engine = engine_of(**PRECISIONS[written])
     if written == "dynamic":
         engine._coordinator.restore(0, 0, {"scale": 16.0, "good_steps": 7, "hysteresis_left": 1})
     engine.save_checkpoint(tmp_path / "saved")
-    engine.close()
-    engine = small_engine(tmp_path, **PRECISIONS[read])
+    engine = engine_of(**PRECISIONS[read])
     before = engine.loss_scale
     engine.load_checkpoint(tmp_path / "saved")
     both = (written, read) == ("dynamic", "dynamic")
     assert engine.loss_scale == (16.0 if both else before)
     if both:
         assert engine._coordinator.loss_scale_state()["good_steps"] == 7
-    engine.close()
 
 
-def test_a_step_that_was_begun_begins_anew(tmp_path: Path) -> None:
+def test_a_step_that_was_begun_begins_anew(engine_of: Callable[..., Any], tmp_path: Path) -> None:
     """Its gradients were not saved: the step must have all of its micro batches again."""
     keys = {"gradient_accumulation_steps": 2}
-    engine = small_engine(tmp_path, **keys)
+    engine = engine_of(**keys)
     train(engine, 2)  # one step
     engine.save_checkpoint(tmp_path / "whole")
     expected = train(engine, 4, first=2)
-    engine.close()
-    engine = small_engine(tmp_path, **keys)
+    engine = engine_of(**keys)
     train(engine, 3)
     engine.save_checkpoint(tmp_path / "begun")
-    engine.close()
     for name in ("whole", "begun"):
-        engine = small_engine(tmp_path, seed=3, **keys)
+        engine = engine_of(seed=3, **keys)
         train(engine, 1, first=50)  # a gradient of weights that are gone then
         engine.load_checkpoint(tmp_path / name)
         assert (engine.micro_steps, engine.global_steps) == (2 if name == "whole" else 3, 1)
         assert train(engine, 4, first=2) == expected
-        engine.close()
 
 
-def test_not_strict_takes_what_both_have(tmp_path: Path) -> None:
+def test_not_strict_takes_what_both_have(engine_of: Callable[..., Any], tmp_path: Path) -> None:
     class Larger(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -349,12 +339,11 @@ def test_not_strict_takes_what_both_have(tmp_path: Path) -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return super().forward(tokens) + self.more.weight.sum() * 0
 
-    engine = small_engine(tmp_path)
+    engine = engine_of()
     train(engine, 2)
     engine.save_checkpoint(tmp_path / "saved")
     expected = whole_state(engine)
-    engine.close()
-    larger = small_engine(tmp_path, seed=4, model=Larger())
+    larger = engine_of(Larger(), seed=4)
     before = whole_state(larger)
     with pytest.raises(CheckpointError, match=r"missing count, more.bias, more.bias.exp_avg, .*5 and 0"):
         larger.load_checkpoint(tmp_path / "saved")
@@ -363,21 +352,21 @@ def test_not_strict_takes_what_both_have(tmp_path: Path) -> None:
     after = larger.module.state_dict()
     assert torch.equal(after["count"], torch.ones(3))
     assert whole_state(larger)["counts"] == expected["counts"]
-    larger.close()
-    back = small_engine(tmp_path, seed=6)
+    back = engine_of(seed=6)
     back.load_checkpoint(tmp_path / "saved")
     assert whole_state(back) == expected
     for name, value in back.module.state_dict().items():
         assert torch.equal(value, after[name]), name
-    back.close()
 
 
 # --- the version before ---
 
 
 @pytest.mark.filterwarnings("ignore:.*without a manifest")
-def test_version_1_loads_with_a_warning_and_is_never_misread(tmp_path: Path) -> None:
-    engine = small_engine(tmp_path)
+def test_version_1_loads_with_a_warning_and_is_never_misread(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of()
     train(engine, 2)
     engine.save_checkpoint(tmp_path / "saved")
     expected = whole_state(engine)
@@ -408,7 +397,6 @@ def test_version_1_loads_with_a_warning_and_is_never_misread(tmp_path: Path) -> 
     (tmp_path / "saved" / "latest").write_text("global_step2")
     with pytest.raises(CheckpointError, match="'global_step2', which was not saved as the latest"):
         engine.load_checkpoint(tmp_path / "saved")
-    engine.close()
 
 
 def test_a_save_in_atexit(tmp_path: Path) -> None:
@@ -430,8 +418,10 @@ def test_a_save_in_atexit(tmp_path: Path) -> None:
 # --- a load that does not come to its end ---
 
 
-def test_a_load_that_fails_half_way_is_the_end_of_the_engine(tmp_path: Path) -> None:
-    engine = small_engine(tmp_path)
+def test_a_load_that_fails_half_way_is_the_end_of_the_engine(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of()
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved")
     with fails("checkpoint.load", KeyboardInterrupt(), at=3), pytest.raises(KeyboardInterrupt):
@@ -446,7 +436,6 @@ def test_a_load_that_fails_half_way_is_the_end_of_the_engine(tmp_path: Path) -> 
         with pytest.raises(StateError, match="did not come to its end, so weights and states are a mixture"):
             use()
     assert sorted((tmp_path / "saved").rglob("*")) == before
-    engine.close()
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
@@ -468,8 +457,10 @@ def test_a_closed_engine_neither_loads_nor_saves(placement: str, tmp_path: Path)
     assert sorted((tmp_path / "saved").rglob("*")) == before
 
 
-def test_an_engine_that_has_given_its_model_back_neither_loads_nor_saves(tmp_path: Path) -> None:
-    engine = small_engine(tmp_path)
+def test_an_engine_that_has_given_its_model_back_neither_loads_nor_saves(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of()
     engine.save_checkpoint(tmp_path / "saved")
     engine.restore_model()
     before = sorted((tmp_path / "saved").rglob("*"))
@@ -479,8 +470,8 @@ def test_an_engine_that_has_given_its_model_back_neither_loads_nor_saves(tmp_pat
     assert sorted((tmp_path / "saved").rglob("*")) == before
 
 
-def test_a_file_that_changes_between_check_and_load(tmp_path: Path) -> None:
-    engine = small_engine(tmp_path)
+def test_a_file_that_changes_between_check_and_load(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine = engine_of()
     engine.save_checkpoint(tmp_path / "saved")
 
     def cut(_name: object) -> None:
@@ -491,4 +482,3 @@ def test_a_file_that_changes_between_check_and_load(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
     with pytest.raises(StateError, match="mixture"):
         engine.save_checkpoint(tmp_path / "saved")
-    engine.close()
