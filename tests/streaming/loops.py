@@ -25,19 +25,31 @@ from tests.support.training import (
 NUM_STEPS = 4 if IN_FULL else 3
 
 
-def take_inputs(make_input: Callable[[int], Tensor], num_steps: int = NUM_STEPS) -> Loop:
-    """The plain training loop over `make_input(0)`, `make_input(1)`, ..."""
+def steps(
+    forward: Callable[[Any, int], Tensor],
+    num_steps: int = NUM_STEPS,
+    *,
+    between: Callable[[Any, int], list[float]] = lambda *_: [],
+    after: Callable[[Any, int], list[float]] = lambda *_: [],
+) -> Loop:
+    """Forward, `between`, backward, step, `after`: what the two give is compared as the losses are."""
 
     def loop(engine: Any) -> list[float]:
-        losses = []
+        seen = []
         for seed in range(num_steps):
-            loss = engine(make_input(seed))
+            loss = forward(engine, seed)
+            seen += between(engine, seed)
             engine.backward(loss)
             engine.step()
-            losses.append(loss.item())
-        return losses
+            seen += [loss.item(), *after(engine, seed)]
+        return seen
 
     return loop
+
+
+def take_inputs(make_input: Callable[[int], Tensor], num_steps: int = NUM_STEPS) -> Loop:
+    """The plain training loop over `make_input(0)`, `make_input(1)`, ..."""
+    return steps(lambda engine, seed: engine(make_input(seed)), num_steps)
 
 
 def check_everywhere(

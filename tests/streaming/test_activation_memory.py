@@ -26,7 +26,7 @@ from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from tests.simulated.checked import checked
 from tests.simulated.counting import TEMPORARY_BYTES, counting
 from tests.simulated.device import SimulatedDevice, simulated
-from tests.streaming.checkpointed import FORMS, NUM_STEPS, config_with, features, loop, make_engine
+from tests.streaming.checkpointed import NUM_STEPS, config_with, features, loop, make_engine
 from tests.support import models
 from tests.support.models import NUM_BLOCKS, Stack
 from tests.support.training import assert_same, merge, run_engine
@@ -157,15 +157,6 @@ def test_the_device_and_what_is_pinned_hold_no_more_than_the_plan(
 
     with counting() as counts, checked(), simulated(monkeypatch, slow=["activation-h2d"]) as simulation:
         assert_same(run_engine(Stack, looking, planned(tier, tmp_path)), expected)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_form_of_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "MIN_BYTES", 1)
-    plain = run_engine(FORMS[name], loop, config_with(None, tmp_path, "resident"))
-    for tier in AWAY:
-        config = planned(tier, tmp_path, input_bytes=12 * EACH, placement="host")
-        assert_same(run_engine(FORMS[name], loop, config), plain)
 
 
 @pytest.mark.parametrize("tier", AWAY)

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
-from offloadzero.activations import homes as activation_homes
 from offloadzero.activations import store as activations
 from offloadzero.core.segments import TierName
 from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
-from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.streaming import hooks
@@ -34,6 +32,7 @@ from tests.streaming.checkpointed import (
     loop,
     make_engine,
 )
+from tests.streaming.loops import take_inputs
 from tests.support import models
 from tests.support.cases import each_pair
 from tests.support.faults import delays
@@ -74,26 +73,15 @@ def test_losses_weights_and_moments_are_those_without(options: dict[str, Any], t
 def test_form_of_model(name: str, tmp_path: Path) -> None:
     live = {"zero_optimization": {"stage3_max_live_parameters": 12_000}}
     plain = run_engine(FORMS[name], loop, config_with(None, tmp_path, "resident", **live))
+    is_planned = [*FORMS].index(name) % 2  # the memory on the host, else that on files; the other grows
     for tier, placement, clipping in (("device", "nvme", 1e9), ("host", "nvme", 0.0), ("nvme", "host", 0.0)):
         # Clipping that never bites moves the updates behind backward, and changes no number but that of the norm.
-        options = {"clipping": clipping, **live}
-        found = run_engine(FORMS[name], loop, config_with(tier, tmp_path, placement, **options))
+        config = config_with(tier, tmp_path, placement, clipping=clipping, **live)
+        if tier == AWAY[1 - is_planned]:
+            config["offloadzero"]["activation_checkpoints"]["input_bytes"] = 12 * 8192
+        found = run_engine(FORMS[name], loop, config)
         assert found.norm == pytest.approx(plain.norm, rel=1e-5)
         found.norm = plain.norm
-        assert_same(found, plain)
-
-
-@pytest.mark.usefixtures("every_size")
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_models_of_transformers(name: str, tmp_path: Path) -> None:
-    """Rotary tables in a tuple, masks, an encoder's output that every block of the decoder gets."""
-    pytest.importorskip("transformers")
-    from tests.scripts import test_models
-
-    make_model = test_models.MODELS[name]
-    plain = run_engine(make_model, test_models.engine_loop, config_with(None, tmp_path, "resident"))
-    for tier in AWAY:
-        found = run_engine(make_model, test_models.engine_loop, config_with(tier, tmp_path, "nvme"))
         assert_same(found, plain)
 
 
@@ -325,15 +313,7 @@ def test_units_are_chosen_by_name(tmp_path: Path) -> None:
 def test_a_unit_whose_inputs_are_indices(tier: str, tmp_path: Path) -> None:
     """The embedding is a unit, and the head reads its weight from outside."""
 
-    def lm_loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            loss = engine(models.tokens(seed))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
-
+    lm_loop = take_inputs(models.tokens)
     plain = run_engine(models.TiedLM, lm_loop, config_with(None, tmp_path, "resident"))
     config = merge(
         config_with(tier, tmp_path, "nvme"), {"offloadzero": {"activation_checkpoints": {"units": "*"}}}
@@ -351,12 +331,7 @@ def test_nvme_needs_a_directory() -> None:
 SLOW_S = 0.02
 
 
-@pytest.fixture
-def expected(tmp_path: Path) -> Outcome:
-    return run_engine(Stack, loop, config_with(None, tmp_path, "resident"))
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_delays_change_nothing(seed: int, tmp_path: Path, faults: ExitStack) -> None:
     options = {"accumulation": 1 + seed % 2, "clipping": (0.0, 0.5)[seed // 2 % 2]}
     plain = run_engine(Stack, loop, config_with(None, tmp_path, "resident", **options))
@@ -375,32 +350,6 @@ def outcome_of(tier: str, directory: Path, expected: Outcome) -> list[str]:
         return [str(error)]
 
 
-@pytest.mark.parametrize("tier", AWAY)
-def test_slow_lanes_change_nothing_and_a_use_that_does_not_wait_is_caught(
-    tier: str, expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
-) -> None:
-    for lane in ("activation-d2h", "activation-h2d", "activation-write", "activation-read"):
-        faults.enter_context(delays("lane.launch", SLOW_S, about=lane))
-    assert outcome_of(tier, tmp_path, expected) == []
-    monkeypatch.setattr(activations, "order_compute_after", lambda _: None)
-    assert outcome_of(tier, tmp_path, expected) != []
-
-
-def test_fetch_that_does_not_wait_for_the_copy_is_caught(
-    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
-) -> None:
-    faults.enter_context(delays("lane.launch", SLOW_S, about="activation-d2h"))
-
-    def impatient(copy: Any, target: Tensor, fence: Any) -> LaneTicket:
-        return copy.homes.fetcher.submit(copy.home, target, fence=fence, label=copy.label)
-
-    # The wait before device memory is given up would hide it.
-    monkeypatch.setattr(activations.ActivationStore, "_give_up_sources", give_up_at_once)
-    assert outcome_of("host", tmp_path, expected) == []
-    monkeypatch.setattr(activation_homes.InputCopy, "fetch", impatient)
-    assert outcome_of("host", tmp_path, expected) != []
-
-
 def give_up_at_once(store: Any) -> None:
     """Let device memory go before its copy has run (a lane's task still holds it)."""
     while store._sending:
@@ -409,18 +358,17 @@ def give_up_at_once(store: Any) -> None:
             cell.give_up_source()
 
 
-def test_home_given_away_while_it_is_read_is_caught(
-    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("tier", AWAY)
+def test_slow_lanes_change_nothing_and_a_use_that_does_not_wait_is_caught(
+    tier: str, at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
-    """Buffers are poisoned when they are free."""
-    faults.enter_context(delays("lane.launch", SLOW_S, about="activation-h2d"))
-    assert outcome_of("host", tmp_path, expected) == []
-    fetch = activation_homes.InputCopy.fetch
-
-    def fetch_and_free(copy: Any, target: Tensor, fence: Any) -> LaneTicket:
-        ticket = fetch(copy, target, fence)
-        copy.home.memory.fill_(float("nan"))
-        return ticket
-
-    monkeypatch.setattr(activation_homes.InputCopy, "fetch", fetch_and_free)
-    assert outcome_of("host", tmp_path, expected) != []
+    """Nor does a fetch that waits for the copy alone: the wait before device memory is given up would hide it."""
+    expected = run_engine(Stack, loop, config_with(None, tmp_path, "resident"))
+    for lane in ("activation-d2h", "activation-h2d", "activation-write", "activation-read"):
+        faults.enter_context(delays("lane.launch", SLOW_S, about=lane))
+    if at_once:
+        monkeypatch.setattr(activations.ActivationStore, "_give_up_sources", give_up_at_once)
+    assert outcome_of(tier, tmp_path, expected) == []
+    monkeypatch.setattr(activations, "order_compute_after", lambda _: None)
+    assert outcome_of(tier, tmp_path, expected) != []

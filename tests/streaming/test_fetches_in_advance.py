@@ -20,6 +20,7 @@ from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_leases import UnitLeases
 from tests.cli.test_plan_traffic import forecast
 from tests.streaming.test_order_of_use import Wide, start, train_step
+from tests.support.cases import each_pair
 from tests.support.models import Stack
 from tests.support.training import make_config, merge
 
@@ -103,19 +104,18 @@ PAGES_AND_ROOM = [
 ]
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("pages", "room"), PAGES_AND_ROOM)
+@pytest.mark.parametrize(
+    ("units", "accumulation", "clipping"), each_pair(PAGES_AND_ROOM, [1, 2], [0.0, 0.5]), ids=str
+)
 def test_an_engine_fetches_where_its_plan_says(
-    pages: tuple[int, ...],
-    room: int,
+    units: tuple[tuple[int, ...], int],
     accumulation: int,
     clipping: float,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """Of units of several sizes, whose holes may be too small, to the very fetch, and as many bytes."""
-    expect_as_planned(pages, room, accumulation, clipping, monkeypatch, tmp_path)
+    expect_as_planned(*units, accumulation, clipping, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(("pages", "room"), PAGES_AND_ROOM)

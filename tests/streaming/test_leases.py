@@ -19,21 +19,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offloadzero.memory.arena import ALIGN_BYTES, room_for
+from tests.streaming.loops import steps
 from tests.support.models import WIDTH, Block, Stack, features
 from tests.support.training import assert_same, make_config, run_engine
 
 NUM_RANDOM = int(os.environ.get("OFFLOADZERO_TEST_LEASES", "6"))
 
 
-def loop(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(3):
-        loss = engine(features(seed))
-        engine.backward(loss)
-        engine.step()
-        with torch.no_grad():
-            losses += [loss.item(), engine(features(seed + 10)).item()]
-    return losses
+@torch.no_grad()
+def evaluate(engine: Any, seed: int) -> list[float]:
+    return [engine(features(seed + 10)).item()]
+
+
+loop = steps(lambda engine, seed: engine(features(seed)), 3, after=evaluate)
 
 
 def check(make_model: Callable[[], nn.Module], directory: Path, **options: Any) -> None:

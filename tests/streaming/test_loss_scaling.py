@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
-from offloadzero.errors import NonFiniteError, StateError
-from tests.streaming.loops import NUM_STEPS, take_inputs
+from offloadzero.errors import StateError
+from tests.streaming.loops import take_inputs
 from tests.support.faults import delays
 from tests.support.models import Stack, features
 from tests.support.training import Outcome, assert_same, make_config, run_engine, snapshot
@@ -121,15 +121,6 @@ def test_training_over_overflows_is_the_same_everywhere(tmp_path: Path) -> None:
         assert_same(outcome, outcomes[0])
 
 
-def test_fp16_without_scaling_is_refused(tmp_path: Path) -> None:
-    config = make_config("host", tmp_path, dtype="fp16")
-    engine, *_ = offloadzero.initialize(model=Stack(), config=config)
-    loss = engine(features(0))
-    with pytest.raises(StateError, match="scale"):
-        loss.backward()
-    engine.close()
-
-
 def test_each_loss_is_scaled_before_its_backward_and_after_the_step_before(tmp_path: Path) -> None:
     """Two losses may be scaled before the backward of either; a third backward is not theirs."""
 
@@ -213,41 +204,3 @@ def test_a_scaled_loss_has_one_backward_whatever_runs_inside_of_it(tmp_path: Pat
         return outcome
 
     assert_same(train(is_reentrant=True), train(is_reentrant=False))
-
-
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
-def test_gradient_that_is_not_finite_stops_the_training(
-    placement: str, clipping: float, tmp_path: Path
-) -> None:
-    engine, *_ = offloadzero.initialize(
-        model=Stack(), config=make_config(placement, tmp_path, clipping=clipping)
-    )
-    take_inputs(features, num_steps=1)(engine)
-
-    def step() -> None:
-        """The failure shows at the next use after another thread has met it."""
-        engine.backward(engine(features(1)) * float("nan"))
-        engine.step()
-        engine.synchronize()
-
-    with pytest.raises(NonFiniteError, match="step 2: the gradient of"):
-        step()
-    with pytest.raises(NonFiniteError, match="step 2: the gradient of"):
-        engine(features(2))
-    engine.close()  # it was raised: not again
-
-
-def test_gradient_that_is_not_finite_can_be_skipped(tmp_path: Path) -> None:
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            engine.backward(engine(features(seed + 30)) * float("inf"))
-            engine.step()
-            losses += take_inputs(lambda _, seed=seed: features(seed), num_steps=1)(engine)
-        return losses
-
-    over = {"offloadzero": {"update": {"on_nonfinite": "skip"}}}
-    for placement in ("host", "nvme"):
-        config = make_config(placement, tmp_path, **over)
-        assert_same(run_engine(Stack, loop, config), run_engine(Stack, take_inputs(features), config))

@@ -19,6 +19,7 @@ from offloadzero.streaming import residency
 from offloadzero.streaming.leased_unit import HOME, RELEASED
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_leases import UnitLeases
+from tests.streaming.loops import steps
 from tests.streaming.test_schedule import fewest_fetches_without_misses, there_and_back
 from tests.support import models
 from tests.support.models import Stack, features
@@ -354,33 +355,24 @@ class Routed(Stack):
         return x
 
 
-def loop_with(
-    arguments: Callable[[int], Sequence[Any]], *, num_steps: int = 9, evaluates: bool = False
-) -> Loop:
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(num_steps):
-            loss = engine(features(seed, rows=5), *arguments(seed))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            if evaluates and seed % 2:
-                losses.append(evaluate(engine))
-        return losses
-
-    return loop
+def evaluate_at_times(engine: Any, seed: int) -> list[float]:
+    return [evaluate(engine)] if seed % 2 else []
 
 
-def skipping(seed: int) -> Sequence[Any]:
-    return ((0, 1, 3) if seed % 3 == 2 else (0, 1, 2, 3),)
+def ragged(engine: Any, seed: int) -> Any:
+    return engine(features(seed, rows=5))
+
+
+def skipping(engine: Any, seed: int) -> Any:
+    return engine(features(seed, rows=5), (0, 1, 3) if seed % 3 == 2 else (0, 1, 2, 3))
 
 
 DIFFERING: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
-    "branch": (Branching, loop_with(lambda _: ())),
-    "skipped": (models.SometimesStack, loop_with(skipping)),
-    "routed": (Routed, loop_with(lambda _: ())),
-    "evaluated": (Stack, loop_with(lambda _: (), evaluates=True)),
-    "routed, evaluated": (Routed, loop_with(lambda _: (), evaluates=True)),
+    "branch": (Branching, steps(ragged, 9)),
+    "skipped": (models.SometimesStack, steps(skipping, 9)),
+    "routed": (Routed, steps(ragged, 9)),
+    "evaluated": (Stack, steps(ragged, 9, after=evaluate_at_times)),
+    "routed, evaluated": (Routed, steps(ragged, 9, after=evaluate_at_times)),
 }
 
 
@@ -408,7 +400,7 @@ class CheckpointedPartly(models.WithUnusedBlock):
 
 
 def test_a_recomputation_does_not_need_room_beside_the_unit_before_it(tmp_path: Path) -> None:
-    loop = loop_with(lambda _: (), num_steps=3)
+    loop = steps(ragged, 3)
     expected = run_engine(CheckpointedPartly, loop, make_config("resident", tmp_path))
     assert_same(run_engine(CheckpointedPartly, loop, make_config("host", tmp_path)), expected)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cudnn import rnn as cudnn_rnn
 
+from tests.streaming.loops import take_inputs
 from tests.support.models import WIDTH, Stack, features
 from tests.support.training import assert_same, make_config, run_engine
 
@@ -78,14 +79,7 @@ def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.GRU, "flatten_parameters", flatten_as_there)
 
 
-def train(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(4):
-        loss = engine(features(seed))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+train = take_inputs(features, 4)
 
 
 @pytest.mark.usefixtures("with_cudnn")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.errors import BudgetError, ConfigError
-from tests.streaming.loops import MODELS, NUM_STEPS, check_everywhere, take_inputs
+from tests.streaming.loops import MODELS, check_everywhere, steps, take_inputs
 from tests.support import models
 from tests.support.cases import each_pair
 from tests.support.models import WIDTH, Stack, TiedLM, features, tokens
@@ -28,34 +29,57 @@ from tests.support.training import assert_same, make_config, run_engine, worst_r
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 
+class Gate(nn.Module):
+    """One scalar trains; everything else is frozen and streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.1))
+        self.stack = Stack().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x * self.gate)  # type: ignore[no-any-return]
+
+
+class Quantized(nn.Module):
+    """Frozen parameters of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(
+            torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
+        )
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.002))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.codes.to(x.dtype)) * self.scale
+
+
+ALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], dict[str, Any]]] = {
+    **MODELS,
+    "no module list": (models.NoModuleList, features, {}),
+    "one scalar trains": (Gate, features, {}),
+    "integers": (lambda: Stack(Quantized), features, {}),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "clipping", "dtype", "placement"),
-    each_pair(MODELS, [0.0, 0.5], ["bf16", None], ["host", "nvme"]),
+    each_pair(ALL_MODELS, [0.0, 0.5], ["bf16", None], ["host", "nvme"]),
 )
 def test_model(name: str, clipping: float, dtype: str | None, placement: str, tmp_path: Path) -> None:
-    make_model, make_input, over = MODELS[name]
+    make_model, make_input, over = ALL_MODELS[name]
     keys = {"clipping": clipping, "dtypes": (dtype,), "placements": (placement,), **over}
     check_everywhere(make_model, take_inputs(make_input), tmp_path, **keys)
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-def test_model_without_a_module_list(clipping: float, tmp_path: Path) -> None:
-    check_everywhere(models.NoModuleList, take_inputs(features), tmp_path, clipping=clipping)
-
-
-def loss_of_output(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(NUM_STEPS):
-        x = features(seed).to(next(engine.module.parameters()).dtype)
-        loss = (engine(x).float() - 1).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def loss_of_output(engine: Any, seed: int) -> Tensor:
+    x = features(seed).to(next(engine.module.parameters()).dtype)
+    return (engine(x).float() - 1).pow(2).mean()  # type: ignore[no-any-return]
 
 
 def test_sequential_of_different_classes(tmp_path: Path) -> None:
-    check_everywhere(models.mixed_sequential, loss_of_output, tmp_path)
+    check_everywhere(models.mixed_sequential, steps(loss_of_output), tmp_path)
 
 
 # --- what is frozen or unused
@@ -79,67 +103,24 @@ def test_parameters_unused_in_some_micro_batches(tmp_path: Path) -> None:
     """Within a window and in whole steps; the step counts of Adam are per parameter, as in torch."""
     uses = [(0, 1, 2, 3), (0, 2), (3,), (1, 2), (2, 1), (2,), (), (), (), (0, 3), (3, 0), (1,)]
 
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed, use in enumerate(uses):
-            loss = engine(features(seed), use)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+    loop = steps(lambda engine, seed: engine(features(seed), uses[seed]), len(uses))
 
     for clipping in (0.0, 0.5):
         for accumulation in (1, 3):
             outcome = check_everywhere(
                 models.SometimesStack, loop, tmp_path, clipping=clipping, accumulation=accumulation
             )
-            steps = {int(state["step"]) for state in outcome.states.values()}
-            assert len(steps) > 1
+            counts = {int(state["step"]) for state in outcome.states.values()}
+            assert len(counts) > 1
 
 
 def test_order_of_blocks_that_changes_every_step(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(7)
     uses = [tuple(torch.randperm(4, generator=generator)[: 1 + seed % 4].tolist()) for seed in range(12)]
 
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed, use in enumerate(uses):
-            loss = engine(features(seed), (*use, use[0]))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+    loop = steps(lambda engine, seed: engine(features(seed), (*uses[seed], uses[seed][0])), len(uses))
 
     check_everywhere(models.SometimesStack, loop, tmp_path, placements=("host", "nvme", "mixed"))
-
-
-def test_frozen_model_without_optimizer_states(tmp_path: Path) -> None:
-    """One trainable scalar, everything else frozen and streamed."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Parameter(torch.tensor(0.1))
-            self.stack = Stack().requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.stack(x * self.gate)
-
-    check_everywhere(Gate, take_inputs(features), tmp_path)
-
-
-def test_frozen_integer_parameters_are_streamed(tmp_path: Path) -> None:
-    class Quantized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            codes = torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8)
-            self.codes = nn.Parameter(codes, requires_grad=False)
-            self.scale = nn.Parameter(torch.full((WIDTH,), 0.002))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + F.linear(x, self.codes.to(x.dtype)) * self.scale
-
-    check_everywhere(lambda: Stack(Quantized), take_inputs(features), tmp_path)
 
 
 # --- weights used outside their module
@@ -147,41 +128,26 @@ def test_frozen_integer_parameters_are_streamed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
 def test_weight_used_in_a_loss_function_outside_the_model(clipping: float, tmp_path: Path) -> None:
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            hidden = engine(tokens(seed))
-            loss = TiedLM.loss(F.linear(hidden, engine.module.emb.weight), tokens(seed))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+    def loss_outside(engine: Any, seed: int) -> Tensor:
+        return TiedLM.loss(F.linear(engine(tokens(seed)), engine.module.emb.weight), tokens(seed))
 
-    check_everywhere(models.HiddenLM, loop, tmp_path, clipping=clipping)
+    check_everywhere(models.HiddenLM, steps(loss_outside), tmp_path, clipping=clipping)
 
 
 # --- evaluation between steps
 
 
 def test_evaluation_between_steps_and_before_backward(tmp_path: Path) -> None:
-    def evaluate(engine: Any) -> float:
+    def evaluate(engine: Any, _seed: int) -> list[float]:
         engine.eval()
         with torch.no_grad():
             loss = engine(features(1000)).item()
         with torch.inference_mode():
             assert engine(features(1000)).item() == loss
         engine.train()
-        return loss
+        return [loss]
 
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            loss = engine(features(seed))
-            losses.append(evaluate(engine))
-            engine.backward(loss)
-            engine.step()
-            losses += [loss.item(), evaluate(engine)]
-        return losses
+    loop = steps(lambda engine, seed: engine(features(seed)), between=evaluate, after=evaluate)
 
     for clipping in (0.0, 0.5):
         check_everywhere(Stack, loop, tmp_path, clipping=clipping)
@@ -342,17 +308,11 @@ def test_reentrant_checkpointing(form: str, accumulation: int, clipping: float, 
 def test_save_on_cpu_around_the_model(tmp_path: Path) -> None:
     """A foreign pair of saved-tensor hooks sees activations, and weights stay right."""
 
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            with torch.autograd.graph.save_on_cpu():
-                loss = engine(features(seed))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+    def forward(engine: Any, seed: int) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return engine(features(seed))
 
-    check_everywhere(Stack, loop, tmp_path)
+    check_everywhere(Stack, steps(forward), tmp_path)
 
 
 # --- compilation, refusals

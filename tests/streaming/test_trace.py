@@ -33,7 +33,7 @@ def test_the_first_guess_is_forward_and_back() -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=15))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_a_repeated_step_is_predicted_exactly(uses: list[int]) -> None:
     """Whatever the first step was, the second of the same order holds no surprise."""
     runs = [unit for unit, _ in itertools.groupby(uses)]  # staying in a unit is one use
@@ -48,7 +48,7 @@ def test_a_repeated_step_is_predicted_exactly(uses: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=10), st.lists(st.integers(0, 8), max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_a_changed_order_costs_one_step(before: list[int], after: list[int]) -> None:
     trace = Trace(range(6))
     for uses in (before, after):
@@ -110,7 +110,7 @@ def test_departures_take_time_in_proportion_to_their_number(monkeypatch: pytest.
     st.lists(st.integers(0, 4), max_size=12),
     st.lists(st.tuples(st.integers(-1, 12), st.integers(0, 6)), min_size=1, max_size=12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 def test_a_departure_goes_on_at_the_first_place_there_is(
     order: list[int], uses: list[tuple[int, int]]
 ) -> None:
@@ -162,7 +162,7 @@ def misses_of_step(trace: Trace, uses: Sequence[int], held: set[int], capacity: 
 
 
 @given(st.integers(3, 12), st.integers(2, 6), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_a_step_that_differs_costs_a_few_stalls_there(
     num_units: int, capacity: int, data: st.DataObject
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_step_that_differs_costs_a_few_stalls_there(
 
 
 @given(st.integers(3, 10), st.integers(3, 5), st.integers(2, 4), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60)
 def test_what_differs_every_few_steps_costs_one_stall_each_time(
     num_units: int, capacity: int, period: int, data: st.DataObject
 ) -> None:
@@ -224,7 +224,7 @@ def test_a_known_order_is_taken_up_where_the_step_departs_into_it() -> None:
 
 
 @given(st.integers(3, 12), st.integers(2, 6), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60)
 def test_a_step_that_turns_back_early_costs_two_stalls(
     num_units: int, capacity: int, data: st.DataObject
 ) -> None:

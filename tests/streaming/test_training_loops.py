@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.errors import StateError
-from tests.streaming.loops import NUM_STEPS, check_everywhere, take_inputs
+from tests.streaming.loops import NUM_STEPS, check_everywhere, steps, take_inputs
 from tests.support import models
 from tests.support.cases import IN_FULL
 from tests.support.models import WIDTH, Stack, features
@@ -121,14 +121,12 @@ def test_param_groups_with_their_own_hyperparameters(tmp_path: Path) -> None:
             {"params": vectors, "lr": 5e-4, "weight_decay": 0.0, "betas": (0.8, 0.95)},
         ]
 
-    def loop(engine: Any) -> list[float]:
-        """The learning rates change after every step."""
-        losses = []
-        for seed in range(NUM_STEPS):
-            losses += take_inputs(lambda _, seed=seed: features(seed), num_steps=1)(engine)
-            for group in engine.optimizer.param_groups:
-                group["lr"] *= 0.7
-        return losses
+    def slow_down(engine: Any, _seed: int) -> list[float]:
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= 0.7
+        return []
+
+    loop = steps(lambda engine, seed: engine(features(seed)), after=slow_down)
 
     outcomes = []
     for placement in ("resident", "host", "nvme"):
@@ -152,42 +150,6 @@ def test_param_groups_with_their_own_hyperparameters(tmp_path: Path) -> None:
         torch.testing.assert_close(outcomes[0].weights[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_learning_rate_schedulers_on_the_param_groups(tmp_path: Path) -> None:
-    def run(form: str) -> tuple[list[float], list[float]]:
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        config = make_config("nvme", tmp_path, dtype=None)
-        close = None
-        if form == "before":
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        if form != "plain":
-            model, optimizer = offloadzero.offload(model, optimizer, config)  # type: ignore[assignment]
-            close = optimizer.close  # type: ignore[attr-defined]
-        if form != "before":
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        losses, rates = [], []
-        for seed in range(NUM_STEPS):
-            loss = model(features(seed))
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            rates.append(optimizer.param_groups[0]["lr"])
-        if close is not None:
-            close()
-        return losses, rates
-
-    losses, rates = run("plain")
-    assert rates == pytest.approx([5e-3, 2.5e-3, 1.25e-3, 6.25e-4][:NUM_STEPS])
-    for form in ("after", "before"):
-        offloaded = run(form)
-        assert offloaded[1] == rates
-        assert worst_relative_difference(offloaded[0], losses) < 2e-5
-
-
 def test_hyperparameters_changed_too_late_are_refused(tmp_path: Path) -> None:
     """An update in backward has used the old learning rate already."""
     engine, optimizer, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path))
@@ -199,38 +161,13 @@ def test_hyperparameters_changed_too_late_are_refused(tmp_path: Path) -> None:
 
 
 def test_hyperparameters_set_between_backward_and_step_are_used(tmp_path: Path) -> None:
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            loss = engine(features(seed))
-            engine.backward(loss)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = 1e-3 * (seed + 1)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+    def set_rate(engine: Any, seed: int) -> list[float]:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-3 * (seed + 1)
+        return []
 
+    loop = steps(lambda engine, seed: engine(features(seed)), between=set_rate)
     check_everywhere(Stack, loop, tmp_path, clipping=0.5)
-
-
-def test_step_with_a_closure(tmp_path: Path) -> None:
-    for clipping in (0.0, 0.5):
-        config = make_config("nvme", tmp_path, clipping=clipping)
-
-        def loop(engine: Any) -> list[float]:
-            losses = []
-            for seed in range(NUM_STEPS):
-
-                def closure(seed: int = seed) -> float:
-                    assert torch.is_grad_enabled()
-                    loss = engine.module(features(seed))
-                    loss.backward()
-                    return loss.item()
-
-                losses.append(engine.optimizer.step(closure))
-            return losses
-
-        assert_same(run_engine(Stack, loop, config), run_engine(Stack, take_inputs(features), config))
 
 
 def test_zero_grad_drops_gradients(tmp_path: Path) -> None:
@@ -247,47 +184,6 @@ def test_zero_grad_drops_gradients(tmp_path: Path) -> None:
         assert_same(run_engine(Stack, loop, config), run_engine(Stack, take_inputs(features), config))
 
 
-def test_a_backward_that_raised_can_be_dropped(tmp_path: Path) -> None:
-    """Gradients of the half that ran are gone after zero_grad()."""
-
-    class Explodes(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-            raise RuntimeError("by design")
-
-    class Model(Stack):
-        explode = False
-
-        def run_blocks(self, x: Tensor) -> Tensor:
-            for index, block in enumerate(self.blocks):
-                x = Explodes.apply(x) if self.explode and index == 2 else x
-                x = block(x)
-            return x
-
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(NUM_STEPS):
-            engine.module.explode = True
-            loss = engine(features(50 + seed))
-            with pytest.raises(RuntimeError, match="by design"):
-                engine.backward(loss)
-            with pytest.raises(StateError):
-                engine.step()
-            engine.zero_grad()
-            engine.module.explode = False
-            losses += take_inputs(lambda _, seed=seed: features(seed), num_steps=1)(engine)
-        return losses
-
-    for placement in ("host", "nvme"):
-        config = make_config(placement, tmp_path, clipping=0.5)
-        # A refused engine.step() counts as a micro step only when it is not refused.
-        assert_same(run_engine(Model, loop, config), run_engine(Model, take_inputs(features), config))
-
-
 # --- clipping
 
 
@@ -295,19 +191,13 @@ def test_global_norm_is_exact(tmp_path: Path) -> None:
     """Against clip_grad_norm_ on a plain fp32 copy, over unused parameters and micro batches."""
 
     def loop_of(norms: list[float]) -> Loop:
-        def loop(engine: Any) -> list[float]:
-            losses = []
-            for seed in range(6):
-                loss = engine(features(seed), (0, 2, 3))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-                if seed % 2:
-                    plain = isinstance(engine, PlainEngine)
-                    norms.append(engine.norm if plain else engine.get_global_grad_norm())
-            return losses
+        def note(engine: Any, seed: int) -> list[float]:
+            if seed % 2:
+                is_plain = isinstance(engine, PlainEngine)
+                norms.append(engine.norm if is_plain else engine.get_global_grad_norm())
+            return []
 
-        return loop
+        return steps(lambda engine, seed: engine(features(seed), (0, 2, 3)), 6, after=note)
 
     expected: list[float] = []
     options = {"dtype": None, "clipping": 0.01, "accumulation": 2}

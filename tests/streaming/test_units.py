@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,26 +44,84 @@ def assert_partition(model: nn.Module, result: UnitCut) -> None:
 # --- the cut ---
 
 
-def test_blocks_large_leaves_and_the_rest() -> None:
-    model = TinyModel()
-    result = cut(model, min_leaf_elements=1000)
-    assert_partition(model, result)
-    found = contents(result)
-    assert list(found) == ["emb", *(f"blocks.{i}" for i in range(4)), REST]
-    assert found["emb"] == ["emb.weight"], "the tied head belongs to the first that uses it"
-    assert found[REST] == ["norm.weight", "norm.bias"]
-    assert [record.resident for record in result.records] == [False] * 5 + [True]
+def module_of(**children: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
 
 
-def test_small_leaves_join_the_rest() -> None:
-    result = cut(TinyModel(), min_leaf_elements=10**9)
-    assert set(contents(result)[REST]) == {"emb.weight", "norm.weight", "norm.bias"}
+def blocks(count: int) -> nn.ModuleList:
+    return nn.ModuleList(Block(8) for _ in range(count))
 
 
-def test_an_untied_head_is_a_unit_of_its_own() -> None:
+def untied() -> nn.Module:
     model = TinyModel()
     model.head.weight = nn.Parameter(model.emb.weight.detach().clone())
-    assert contents(cut(model, min_leaf_elements=1000))["head"] == ["head.weight"]
+    return model
+
+
+def shared_twice() -> nn.Module:
+    shared = Block(8)
+    return module_of(blocks=nn.ModuleList([shared, Block(8), shared]))
+
+
+FOUR = [f"blocks.{i}" for i in range(4)]
+CUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
+    "blocks, large leaves and the rest": (TinyModel, {"min_leaf_elements": 1000}, ["emb", *FOUR, REST]),
+    "small leaves join the rest": (TinyModel, {"min_leaf_elements": 10**9}, [REST, *FOUR]),
+    "an untied head": (untied, {"min_leaf_elements": 1000}, ["emb", *FOUR, REST, "head"]),
+    "the outermost containers": (
+        lambda: module_of(stages=nn.ModuleList(module_of(inner=blocks(2)) for _ in range(3))),
+        {},
+        ["stages.0", "stages.1", "stages.2"],
+    ),
+    "two stacks": (
+        lambda: module_of(encoder=blocks(2), decoder=nn.Sequential(*blocks(2))),
+        {},
+        ["encoder.0", "encoder.1", "decoder.0", "decoder.1"],
+    ),
+    "a Sequential of different classes is none": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+        {"min_leaf_elements": 50},
+        ["0", REST, "2"],
+    ),
+    "members without parameters do not hide one": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Dropout()),
+        {},
+        ["0", "2"],
+    ),
+    "a block at two positions": (shared_twice, {}, ["blocks.0", "blocks.1"]),
+    "patterns": (
+        TinyModel,
+        {"patterns": ("blocks.*.up", "emb"), "min_leaf_elements": 10**9},
+        ["emb", REST, *(f"{name}.up" for name in FOUR)],
+    ),
+    "an outer match takes the inner one": (
+        TinyModel,
+        {"patterns": ("blocks.0", "blocks.0.*"), "min_leaf_elements": 10**9},
+        [REST, "blocks.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_model_is_cut(name: str) -> None:
+    make, keys, expected = CUTS[name]
+    model = make()
+    result = cut(model, **keys)
+    assert_partition(model, result)
+    found = list(contents(result))
+    assert [name for name in found if name != REST] == [name for name in expected if name != REST]
+    assert (REST in found) == (REST in expected)
+
+
+def test_the_rest_is_resident_and_stands_where_its_first_module_does() -> None:
+    result = cut(TinyModel(), min_leaf_elements=1000)
+    assert list(contents(result)) == ["emb", *FOUR, REST]
+    assert [record.resident for record in result.records] == [False] * 5 + [True]
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    assert list(contents(cut(model, min_leaf_elements=50))) == ["0", REST, "2"]
 
 
 def test_a_single_module_without_children() -> None:
@@ -74,34 +133,14 @@ def test_a_single_module_without_children() -> None:
     )
 
 
-def test_only_the_outermost_containers_are_cut() -> None:
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList(Block(8) for _ in range(2))
-
-    model = nn.Module()
-    model.stages = nn.ModuleList(Stage() for _ in range(3))
-    result = cut(model)
-    assert_partition(model, result)
-    assert list(contents(result)) == ["stages.0", "stages.1", "stages.2"]
-
-
-def test_two_stacks() -> None:
-    model = nn.Module()
-    model.encoder = nn.ModuleList(Block(8) for _ in range(2))
-    model.decoder = nn.Sequential(*(Block(8) for _ in range(2)))
-    assert list(contents(cut(model))) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
-
-
-def test_a_sequential_of_different_classes_is_no_stack() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    assert list(contents(cut(model, min_leaf_elements=50))) == ["0", REST, "2"]
-
-
-def test_parameterless_members_do_not_hide_a_stack() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Dropout())
-    assert list(contents(cut(model))) == ["0", "2"]
+def test_which_unit_has_a_parameter() -> None:
+    model = TinyModel()
+    model.scale = nn.Parameter(torch.ones(3))
+    model.blocks[1].gate = nn.Parameter(torch.ones(()))
+    found = contents(cut(model, min_leaf_elements=1000))
+    assert found["emb"] == ["emb.weight"], "the tied head belongs to the first that uses it"
+    assert set(found[REST]) == {"scale", "norm.weight", "norm.bias"}
+    assert "blocks.1.gate" in found["blocks.1"]
 
 
 def test_a_stack_inside_a_named_part() -> None:
@@ -109,39 +148,6 @@ def test_a_stack_inside_a_named_part() -> None:
     names = list(contents(cut(model)))
     assert all(name.startswith("model") for name in names)
     assert_partition(model, cut(model))
-
-
-def test_parameters_directly_on_a_module_that_has_children() -> None:
-    model = TinyModel()
-    model.scale = nn.Parameter(torch.ones(3))
-    model.blocks[1].gate = nn.Parameter(torch.ones(()))
-    result = cut(model, min_leaf_elements=1000)
-    assert_partition(model, result)
-    assert "scale" in contents(result)[REST]
-    assert "blocks.1.gate" in contents(result)["blocks.1"]
-
-
-def test_a_block_shared_by_two_positions_is_one_unit() -> None:
-    shared = Block(8)
-    model = nn.Module()
-    model.blocks = nn.ModuleList([shared, Block(8), shared])
-    result = cut(model)
-    assert_partition(model, result)
-    assert list(contents(result)) == ["blocks.0", "blocks.1"]
-
-
-def test_patterns_replace_the_default_cut() -> None:
-    model = TinyModel()
-    result = cut(model, patterns=("blocks.*.up", "emb"), min_leaf_elements=10**9)
-    assert_partition(model, result)
-    found = contents(result)
-    assert [name for name in found if name != REST] == ["emb", *(f"blocks.{i}.up" for i in range(4))]
-    assert "blocks.0.down.weight" in found[REST]
-
-
-def test_an_outer_match_takes_the_inner_one() -> None:
-    found = contents(cut(TinyModel(), patterns=("blocks.0", "blocks.0.*"), min_leaf_elements=10**9))
-    assert [name for name in found if name != REST] == ["blocks.0"]
 
 
 def test_a_pattern_without_a_match_names_a_near_one() -> None:
@@ -205,7 +211,7 @@ def record_of(parts: list[tuple[tuple[int, ...], int | None]], dtype: torch.dtyp
 
 
 @given(members, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_record_layout(parts: list[tuple[tuple[int, ...], int | None]], dtype: torch.dtype) -> None:
     record = record_of(parts, dtype)
     check_layout(record)
@@ -224,7 +230,7 @@ def test_record_layout(parts: list[tuple[tuple[int, ...], int | None]], dtype: t
 
 
 @given(members, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_update_ranges_cover_each_parameter_once(
     parts: list[tuple[tuple[int, ...], int | None]], data: st.DataObject
 ) -> None:
@@ -248,7 +254,7 @@ def test_update_ranges_cover_each_parameter_once(
 
 
 @given(members, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_all_ranges_are_the_ranges_of_all(
     parts: list[tuple[tuple[int, ...], int | None]], data: st.DataObject
 ) -> None:

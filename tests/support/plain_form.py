@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,49 @@ def offloaded(
         yield model, optimizer
     finally:
         optimizer.close()
+
+
+Script = Callable[[Any, Any], list[float]]  # (model, optimizer) -> numbers that it has seen
+
+
+def expect_as_torch(
+    script: Script,
+    placement: str,
+    directory: Path,
+    *,
+    make: Callable[[], nn.Module] = make_model,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+    prepare: Callable[[nn.Module], Any] = lambda _: None,
+    before: bool = True,
+    seen: Mapping[str, float] = MappingProxyType({"rel": 1e-5}),
+    weights: Mapping[str, float] = MappingProxyType({}),
+    **keys: Any,
+) -> None:
+    """What the script sees, and the weights that it leaves, are those of torch alone.
+
+    `prepare(model)` is called before offload() or after it. `seen` and `weights` are tolerances of pytest.approx and of
+    torch.testing.assert_close.
+    """
+    plain = make()
+    prepare(plain)
+    expected = script(plain, make_optimizer(plain))
+    model = make()
+    if before:
+        prepare(model)
+    _, optimizer = offloadzero.offload(
+        model, make_optimizer(model), plain_config(placement, directory, **keys)
+    )
+    try:
+        if not before:
+            prepare(model)
+        assert script(model, optimizer) == pytest.approx(expected, **seen)
+        torch.testing.assert_close(final_weights(model), final_weights(plain), **weights)
+    finally:
+        optimizer.close()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:

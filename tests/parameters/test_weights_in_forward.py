@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,52 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
+from tests.parameters.offloaded_stacks import adam, assert_same_weights, build, step
 from tests.support.models import Block, Stack, features
-from tests.support.training import make_config
-
-
-def build(make_model: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(5)
-    return make_model()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
-
-
-@pytest.fixture(params=["resident", "host", "nvme"])
-def offloaded(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[..., tuple[nn.Module, Any]]]:
-    """Offloads a model; the leases hold one unit and are poisoned when it leaves."""
-    opened = []
-
-    def make(make_model: Callable[[], nn.Module], **over: Any) -> tuple[nn.Module, Any]:
-        config = make_config(request.param, tmp_path, dtype=None, **over)
-        config.pop("optimizer")
-        model = build(make_model)
-        model, optimizer = offloadzero.offload(model, adam(model), config)
-        opened.append(optimizer)
-        return model, optimizer
-
-    yield make
-    for optimizer in opened:
-        optimizer.close()
-
-
-def step(model: nn.Module, optimizer: Any, seed: int) -> float:
-    loss = model(features(seed))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.item())
-
-
-def assert_same_weights(model: nn.Module, reference: nn.Module) -> None:
-    expected = dict(reference.state_dict())
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
-
 
 # --- written after a use
 
@@ -257,23 +212,8 @@ def test_a_view_that_was_just_made_is_found_among_the_young(
     assert (0 in asked) == ("resident" not in request.node.name)
 
 
-def test_a_view_that_has_grown_old_is_found(offloaded: Any) -> None:
-    make = keeping(VIEWS["t"])
-    model, optimizer = offloaded(make)
-    reference = build(make)
-    plain = adam(reference)
-    for seed in range(2):
-        losses = [net(features(seed)) for net in (model, reference)]
-        gc.collect()
-        for loss, one in zip(losses, (optimizer, plain), strict=True):
-            loss.backward()
-            one.step()
-            one.zero_grad()
-        assert_same_views(model, reference, same_bits=False)
-    assert_same_weights(model, reference)
-
-
-def test_a_kept_view_that_the_collector_does_not_show(offloaded: Any) -> None:
+@pytest.mark.parametrize("hide", [gc.collect, gc.freeze], ids=["grown old", "hidden from the collector"])
+def test_a_kept_view_is_found_however_long_it_is_there(hide: Callable[[], Any], offloaded: Any) -> None:
     """`gc.freeze()` hides the tensors that look at a weight from whoever asks the collector."""
     make = keeping(VIEWS["t"])
     model, optimizer = offloaded(make)
@@ -282,7 +222,7 @@ def test_a_kept_view_that_the_collector_does_not_show(offloaded: Any) -> None:
     try:
         for seed in range(3):
             losses = [net(features(seed)) for net in (model, reference)]
-            gc.freeze()
+            hide()
             for loss, one in zip(losses, (optimizer, plain), strict=True):
                 loss.backward()
                 one.step()
