@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.errors import StateError
+from tests.support.cases import each_pair
 from tests.support.plain_form import (
     clip,
     engine_config,
@@ -44,10 +44,8 @@ class Failing:
 
 
 FAILURES = [ValueError("a hook's own"), KeyboardInterrupt()]
-# By the place of the parameter in backward, and whether the hook runs before the gradient is stored.
-PLACES = list(
-    itertools.product(["head", "blocks.3.down.bias", "blocks.1.up.weight", "emb.weight"], [False, True])
-)
+# By the place of the parameter in backward; a hook may run before the gradient is stored and after it.
+PLACES = ["head", "blocks.3.down.bias", "blocks.1.up.weight", "emb.weight"]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -67,11 +65,11 @@ def planted(model: nn.Module, place: str, *, post: bool, error: BaseException) -
     Failing(p, error, post=post)
 
 
-@pytest.mark.parametrize(("place", "post"), PLACES)
-@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("before", [True, False], ids=["before offload()", "after offload()"])
+@pytest.mark.parametrize(
+    ("place", "error", "post", "before"), each_pair(PLACES, FAILURES, [False, True], [True, False])
+)
 def test_a_backward_that_failed_leaves_nothing_after_zero_grad(
-    before: bool, error: BaseException, place: str, post: bool, tmp_path: Path
+    place: str, error: BaseException, post: bool, before: bool, tmp_path: Path
 ) -> None:
     with offloaded("mixed", tmp_path) as (model, optimizer):
         expected = train(model, optimizer)
@@ -107,8 +105,10 @@ def test_a_failed_backward_must_be_dropped_before_anything_else(tmp_path: Path) 
         optimizer.step()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("place", "post"), PLACES[2:5])
+@pytest.mark.parametrize(
+    ("place", "post", "accumulation"),
+    each_pair(["blocks.3.down.bias", "blocks.1.up.weight"], [False, True], [1, 2]),
+)
 def test_an_engine_begins_a_window_with_nothing_left(
     place: str, post: bool, accumulation: int, tmp_path: Path
 ) -> None:

@@ -13,20 +13,17 @@ from torch import Tensor, nn
 from offloadzero.errors import StateError
 from tests.support.plain_form import (
     ALL_PLACEMENTS,
+    Script,
     clip,
-    final_weights,
+    expect_as_torch,
     grads,
-    make_model,
-    make_optimizer,
     offloaded,
 )
 from tests.support.tiny import tokens
-from tests.support.training import worst_relative_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True will create")
 
 NUM_STEPS = 3
-Script = Callable[[nn.Module, Any], list[float]]
 
 
 def squares(model: nn.Module) -> Tensor:
@@ -102,14 +99,9 @@ SCRIPTS: dict[str, Script] = {
 @pytest.mark.parametrize("placement", [*ALL_PLACEMENTS, "nvme"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_gradient_can_be_differentiated(name: str, placement: str, tmp_path: Path) -> None:
-    plain = make_model()
-    expected = SCRIPTS[name](plain, make_optimizer(plain))
-    with offloaded(placement, tmp_path) as (model, optimizer):
-        seen = SCRIPTS[name](model, optimizer)
-        weights = final_weights(model)
-    assert worst_relative_difference(seen, expected) < 1e-4
-    for key, value in final_weights(plain).items():
-        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5)
+    expect_as_torch(
+        SCRIPTS[name], placement, tmp_path, seen={"rel": 1e-4}, weights={"rtol": 1e-4, "atol": 2e-5}
+    )
 
 
 @pytest.mark.parametrize("zero", ["optimizer", "model"])

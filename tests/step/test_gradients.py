@@ -17,8 +17,17 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.core.segments import SegmentKind
 from offloadzero.step.collect import GradientCollector
-from tests.support.plain_form import plain_config
-from tests.support.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference
+from tests.streaming.loops import steps, take_inputs
+from tests.support.cases import each_pair
+from tests.support.plain_form import adamw, expect_as_torch, plain_config
+from tests.support.training import (
+    Outcome,
+    assert_same,
+    make_config,
+    run_engine,
+    run_plain,
+    worst_relative_difference,
+)
 
 WIDTH = 33
 
@@ -45,16 +54,12 @@ class Choosing(nn.Module):
         return x.float().square().mean()
 
 
-def alternate(engine: Any) -> list[float]:
-    """Each micro batch uses the other layer of each block."""
-    losses = []
-    for seed, choice in enumerate("ababbaab"):
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
-        loss = engine(x.bfloat16(), choice)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def rows(seed: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+# Each micro batch uses the other layer of each block.
+alternate = steps(lambda engine, seed: engine(rows(seed), "ababbaab"[seed]), 8)
 
 
 @pytest.mark.parametrize("grad", ["device", "host", "nvme"])
@@ -222,16 +227,14 @@ def test_a_step_without_gradients_changes_nothing_and_says_so(clipping: float, t
 
 def evaluate_and_train(engine: Any) -> list[float]:
     """The first use of every lease is an evaluation in inference mode, and more are in between."""
-    losses = []
-    for seed in range(3):
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+    def evaluate(engine: Any, seed: int) -> list[float]:
         with torch.inference_mode():
-            losses.append(engine(x, "a").item())
-        loss = engine(x, "b")
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+            return [engine(rows(seed), "a").item()]
+
+    return evaluate(engine, 0) + steps(lambda engine, seed: engine(rows(seed), "b"), 3, after=evaluate)(
+        engine
+    )
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -269,16 +272,7 @@ def test_the_rest_takes_no_lease_from_the_blocks(
         free.setdefault(state.record.name, []).append(collector._num_filling)
 
     monkeypatch.setattr(GradientCollector, "_begin", watched)
-    make_input = functools.partial(torch.ones, 2, WIDTH)
-
-    def loop(engine: Any) -> list[float]:
-        losses = []
-        for _ in range(3):
-            losses.append(engine(make_input()))
-            engine.backward(losses[-1])
-            engine.step()
-        return [loss.item() for loss in losses]
-
+    loop = take_inputs(lambda _: torch.ones(2, WIDTH), 3)
     expected = run_engine(BothEnds, loop, make_config("resident", tmp_path, clipping=clipping))
     free.clear()
     assert_same(run_engine(BothEnds, loop, make_config("host", tmp_path, clipping=clipping)), expected)
@@ -304,14 +298,12 @@ class Empty(nn.Module):
 def test_a_unit_without_an_element_to_update_is_updated(
     placement: str, in_backward: bool, tmp_path: Path
 ) -> None:
-    def run(*, is_offloaded: bool) -> list[float]:
+    def make() -> nn.Module:
         torch.manual_seed(0)
         blocks = nn.ModuleList(Empty(7) for _ in range(3))
-        model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(*blocks), nn.Linear(7, 1))
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if is_offloaded:
-            config = plain_config(placement, tmp_path, update={"in_backward": in_backward})
-            _, optimizer = offloadzero.offload(model, optimizer, config)
+        return nn.Sequential(nn.Linear(7, 7), nn.Sequential(*blocks), nn.Linear(7, 1))
+
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
         losses = []
         for seed in range(3):
             loss = model(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))).pow(2).mean()
@@ -319,14 +311,12 @@ def test_a_unit_without_an_element_to_update_is_updated(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        if is_offloaded:
-            optimizer.synchronize()
-            sizes = [record.num_trainable for record in optimizer.runtime.records]
-            assert len(sizes) > 3, sizes
-            optimizer.close()
+        if isinstance(optimizer, offloadzero.OffloadedOptimizer):
+            assert len(optimizer.runtime.records) > 3
         return losses
 
-    assert run(is_offloaded=True) == pytest.approx(run(is_offloaded=False), rel=1e-5)
+    keys = {"update": {"in_backward": in_backward}}
+    expect_as_torch(run, placement, tmp_path, make=make, make_optimizer=adamw, **keys)
 
 
 class WithNothing(nn.Module):
@@ -343,29 +333,20 @@ class WithNothing(nn.Module):
         return x.float().pow(2).mean() + (0 if self.nothing is None else self.nothing.sum())
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("layout", ["fp32", "compact"])
-@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+@pytest.mark.parametrize(
+    ("placement", "layout", "trains"),
+    each_pair(["resident", "host", "nvme"], ["fp32", "compact"], [True, False]),
+)
 def test_a_unit_without_an_element_changes_no_number(
     placement: str, layout: str, trains: bool, tmp_path: Path
 ) -> None:
     config = make_config(placement, tmp_path, clipping=0.5, offloadzero={"state_layout": layout})
 
-    def losses(*, has_nothing: bool) -> list[float]:
-        torch.manual_seed(0)
-        engine, *_ = offloadzero.initialize(
-            model=WithNothing(has_nothing=has_nothing, trains=trains), config=config
-        )
-        found = []
-        for seed in range(3):
-            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
-            loss = engine(x)
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
-        if has_nothing:
-            assert engine.module.state_dict()["nothing"].shape == (0,)
-        engine.close()
-        return found
+    def outcome(*, has_nothing: bool) -> Outcome:
+        model = functools.partial(WithNothing, has_nothing=has_nothing, trains=trains)
+        return run_engine(model, loop, config)
 
-    assert losses(has_nothing=True) == losses(has_nothing=False)
+    loop = take_inputs(lambda seed: rows(seed)[:, :32], 3)
+    found = outcome(has_nothing=True)
+    assert found.weights["nothing"].shape == (0,)
+    assert found.losses == outcome(has_nothing=False).losses

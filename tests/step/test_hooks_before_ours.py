@@ -11,50 +11,12 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.memory import arena
 from offloadzero.memory.device import CpuDevice
-from offloadzero.step import collect, record_gradient
+from offloadzero.step import record_gradient
 from offloadzero.step.record_gradient import RecordGradient, copy_waiting
 from offloadzero.update.records import make_record
 from offloadzero.update.specs.adam import ADAM
 from tests.support.models import Block, Stack, features
-from tests.support.plain_form import plain_config
 from tests.support.training import make_config
-
-
-@pytest.mark.parametrize("bound", [0, 64 << 10], ids=["none waits", "all wait"])
-@pytest.mark.parametrize("placement", ["host", "resident"])
-def test_a_backward_inside_such_a_hook_adds_to_the_same_parameter(
-    placement: str, bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every micro batch: what the outer backward has brought is not taken yet when the inner one's comes."""
-    monkeypatch.setattr(collect, "MAX_WAITING_BYTES", bound)
-
-    def grads(offloads: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        bias, is_inside = model[1].bias, False
-
-        def hook(_: Tensor) -> None:
-            nonlocal is_inside
-            if not is_inside:
-                is_inside = True
-                with torch.enable_grad():
-                    (0.25 * bias).sum().backward()
-                is_inside = False
-
-        bias.register_post_accumulate_grad_hook(hook)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if offloads:
-            model, optimizer = offloadzero.offload(model, optimizer, plain_config(placement, tmp_path))
-        found = []
-        for _ in range(3):
-            model(torch.ones(2, 3)).sum().backward()
-            assert bias.grad is not None
-            found.append(bias.grad.clone())
-        if offloads:
-            optimizer.close()  # type: ignore[attr-defined]
-        return found
-
-    assert [float(grad) for grad in grads(offloads=True)] == [float(grad) for grad in grads(offloads=False)]
 
 
 def test_a_kept_gradient_keeps_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
@@ -23,16 +24,17 @@ from tests.support.cases import each_pair
 from tests.support.models import SMALL_GRADIENT_BYTES
 from tests.support.plain_form import (
     ALL_PLACEMENTS,
+    adamw,
     clip,
+    expect_as_torch,
     final_weights,
-    make_model,
-    make_optimizer,
     offloaded,
     plain_config,
 )
 from tests.support.tiny import tokens
 from tests.support.training import make_config, run_engine
 
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
 BOUNDS = (0, SMALL_GRADIENT_BYTES, 64 << 10)  # nothing waits, half of it, all of it
 
 
@@ -72,6 +74,16 @@ def drop(param: nn.Parameter) -> None:
     param.grad = None
 
 
+def replace_in_graph(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    with torch.enable_grad():
+        param.grad = param.grad + 0.1 * param
+
+
+def norms_of(model: nn.Module) -> list[float]:
+    return [0.0 if p.grad is None else float(p.grad.detach().norm()) for p in model.parameters()]
+
+
 @pytest.mark.parametrize(
     ("hook", "placement", "before", "bound"),
     each_pair([halve, replace, drop], ALL_PLACEMENTS, [True, False], BOUNDS),
@@ -87,18 +99,60 @@ def test_what_a_hook_of_the_script_makes_of_a_gradient_is_what_is_taken(
         for place in places:
             model.get_parameter(place).register_post_accumulate_grad_hook(hook)
 
-    plain = make_model()
-    attach(plain)
-    expected = train(plain, make_optimizer(plain))
-    model = make_model()
-    if before:
-        attach(model)
-    _, optimizer = offloadzero.offload(model, make_optimizer(model), plain_config(placement, tmp_path))
-    if not before:
-        attach(model)
-    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(final_weights(model), final_weights(plain), rtol=1e-5, atol=1e-5)
-    optimizer.close()
+    expect_as_torch(train, placement, tmp_path, prepare=attach, before=before, weights=NEAR)
+    del bound
+
+
+class Shared(nn.Module):
+    """Two reentrant checkpoints around one module: two backwards inside a backward, of the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda x: torch.tanh(self.lin(x)), x, use_reentrant=True)
+        return self.out(x).pow(2).sum()
+
+
+def make_shared() -> Shared:
+    torch.manual_seed(0)
+    return Shared()
+
+
+@pytest.mark.parametrize(
+    ("hook", "placement", "before", "bound"),
+    each_pair([halve, replace, drop, replace_in_graph], ALL_PLACEMENTS, [True, False], BOUNDS),
+    indirect=["bound"],
+)
+def test_hooks_between_two_gradients_of_one_backward(
+    hook: Hook, placement: str, before: bool, bound: int, tmp_path: Path
+) -> None:
+    def attach(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
+        seen = []
+        for step in range(3):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(2 * step + micro)
+                loss = model(torch.randn(3, 8, generator=generator, requires_grad=True))
+                loss.backward()
+                seen.append(float(loss))
+            seen += norms_of(model)
+            seen.append(float(clip(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    expect_as_torch(
+        run, placement, tmp_path, make=make_shared, make_optimizer=adamw, prepare=attach, before=before,
+        seen={"rel": 1e-5, "abs": 1e-6}, weights={"rtol": 1e-5, "atol": 1e-5},
+    )  # fmt: skip
     del bound
 
 
@@ -161,15 +215,15 @@ def test_what_a_hook_has_kept_is_the_gradient_when_backward_is_over(
     bound: int,
     tmp_path: Path,
 ) -> None:
-    def keep(model: nn.Module) -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+
+    def keep(model: nn.Module) -> None:
         for name, p in model.named_parameters():
             p.register_post_accumulate_grad_hook(
                 lambda p, name=name: kept.update({name: p.grad})  # type: ignore[misc]
             )
-        return kept
 
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> list[float]:
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
         norms = []
         for step in range(2):
             for micro in range(accumulation):
@@ -182,15 +236,7 @@ def test_what_a_hook_has_kept_is_the_gradient_when_backward_is_over(
             kept.clear()
         return norms
 
-    plain = make_model()
-    expected = run(plain, make_optimizer(plain), keep(plain))
-    model = make_model()
-    kept = keep(model) if before else {}
-    _, optimizer = offloadzero.offload(model, make_optimizer(model), plain_config(placement, tmp_path))
-    found = run(model, optimizer, kept if before else keep(model))
-    assert found == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(final_weights(model), final_weights(plain), rtol=1e-5, atol=1e-5)
-    optimizer.close()
+    expect_as_torch(run, placement, tmp_path, prepare=keep, before=before, weights=NEAR)
     del bound
 
 
@@ -266,28 +312,22 @@ class _Scaled(nn.Module):
 def test_a_gradient_whose_memory_is_used_again_is_copied_in_time(
     placement: str, bound: int, tmp_path: Path
 ) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(*(_Scaled() for _ in range(3)))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return nn.Sequential(*(_Scaled() for _ in range(3)))
 
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
         seen = []
         for step in range(2):
             for micro in range(3):
                 generator = torch.Generator().manual_seed(3 * step + micro)
                 model(torch.randn(5, 16, generator=generator)).pow(2).mean().backward()
-            seen += [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-            seen.append(float(clip(model)))
+            seen += [*norms_of(model), float(clip(model))]
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
-    expected = run(*make())
-    model, optimizer = make()
-    _, offloaded_optimizer = offloadzero.offload(model, optimizer, plain_config(placement, tmp_path))
-    assert run(model, offloaded_optimizer) == pytest.approx(expected, rel=1e-5)
-    offloaded_optimizer.close()
+    expect_as_torch(run, placement, tmp_path, make=make, make_optimizer=adamw)
     del bound
 
 
@@ -319,46 +359,51 @@ def test_a_part_of_something_larger_does_not_wait(tmp_path: Path, monkeypatch: p
     offloaded_optimizer.close()
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["plain", "create_graph"])
-@pytest.mark.parametrize("placement", ["host", "resident"])
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(7))
+        self.b = nn.Parameter(torch.full((7,), 2.0))
+        self.w = nn.Parameter(torch.ones(9, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w @ (self.b * x)).sum() + (self.a * x).sum()
+
+
+@pytest.mark.parametrize(
+    ("hooked_and_graph", "before", "placement", "bound"),
+    each_pair([("w", False), ("w", True), ("a", False)], [False, True], ["host", "resident"], BOUNDS),
+    indirect=["bound"],
+)
 def test_a_backward_inside_a_backward_adds_to_what_waits(
-    graph: bool, placement: str, bound: int, tmp_path: Path
+    hooked_and_graph: tuple[str, bool], before: bool, placement: str, bound: int, tmp_path: Path
 ) -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(7))
-            self.b = nn.Parameter(torch.full((7,), 2.0))
-            self.w = nn.Parameter(torch.ones(9, 7))
+    """In every micro batch; what the outer one has brought of that very parameter may not be taken yet, either."""
+    hooked, graph = hooked_and_graph
+    is_inside = False
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.w @ (self.b * x)).sum() + (self.a * x).sum()
-
-    def run(model: Inner, optimizer: torch.optim.Optimizer) -> list[float]:
-        done: list[int] = []
-
+    def attach(model: nn.Module) -> None:
         def inside(_: Tensor) -> None:
-            if not done:
-                done.append(1)
+            nonlocal is_inside
+            if not is_inside:
+                is_inside = True
                 with torch.enable_grad():
                     (model.a.pow(2) * 3).sum().backward(create_graph=graph)
+                is_inside = False
 
-        model.w.register_post_accumulate_grad_hook(inside)
+        model.get_parameter(hooked).register_post_accumulate_grad_hook(inside)
+
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
         seen = []
-        for _ in range(3):
-            done.clear()
-            model(torch.arange(7.0)).backward()
-            seen += [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+        for step in range(3):
+            for _ in range(1 if graph else 1 + step):
+                model(torch.arange(7.0)).backward()
+                seen += norms_of(model)
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
-    plain, model = Inner(), Inner()
-    expected = run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    _, offloaded_optimizer = offloadzero.offload(model, optimizer, plain_config(placement, tmp_path))
-    assert run(model, offloaded_optimizer) == pytest.approx(expected, rel=1e-5)
-    offloaded_optimizer.close()
+    expect_as_torch(run, placement, tmp_path, make=Inner, make_optimizer=adamw, prepare=attach, before=before)
     del bound
 
 
