@@ -7,14 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offloadzero.config import AioConfig
-from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, allocate_host
-from offloadzero.memory.device import CpuDevice
-from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.store import StoreSizes, TieredStore
-from offloadzero.memory.tickets import Failures
 
 PAGE = 4096
 
@@ -56,31 +50,6 @@ def test_neighbouring_holes_become_one() -> None:
         for index in order:
             leases[index].release()
         assert space.lease(3 * PAGE, "whole").offset == 0
-
-
-def test_arrays_of_two_to_the_k_elements_lie_apart() -> None:
-    """[Note: staggered arrays]: at equal offsets modulo 2 MiB an update is much slower."""
-    num_elements = 1 << 20
-    sizes = StoreSizes(device=0, host=5 * (4 * num_elements + PAGE), nvme=0)
-    store = TieredStore(
-        Accelerator(CpuDevice()),
-        sizes=sizes,
-        nvme_paths=[],
-        aio=AioConfig(),
-        failures=Failures(),
-        poison=False,
-    )
-    kinds = (
-        SegmentKind.PARAM,
-        SegmentKind.MASTER,
-        SegmentKind("exp_avg"),
-        SegmentKind("exp_avg_sq"),
-        SegmentKind.GRAD,
-    )
-    segments = [store.create("unit", kind, torch.float32, num_elements, TierName.HOST) for kind in kinds]
-    assert len({segment.memory.data_ptr() % (2 << 20) for segment in segments}) == len(segments)
-    assert all(segment.memory.numel() == num_elements for segment in segments)
-    store.close()
 
 
 def test_double_release_and_no_room() -> None:

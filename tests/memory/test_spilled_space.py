@@ -15,6 +15,7 @@ from offloadzero.core.segments import TierName
 from offloadzero.io.engine import AioFile
 from offloadzero.memory.nvme import STRIPE_BYTES, bytes_before, file_bytes, stripe_pieces
 from offloadzero.streaming.building import original_form
+from tests.support.cases import each_pair
 from tests.support.faults import observes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, small_disk, train
 
@@ -64,9 +65,11 @@ class Peak:
         monkeypatch.setattr(owner, name, measured)
 
 
-@pytest.mark.parametrize("num_directories", [1, 3])
-@pytest.mark.parametrize("layout", ["fp32", "compact"])
-@pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["all", "mixed"])
+@pytest.mark.parametrize(
+    ("layout", "placement", "num_directories"),
+    each_pair(["fp32", "compact"], ["nvme", MIXED], [1, 3]),
+    ids=str,
+)
 def test_moving_home_takes_no_more_than_the_homes_and_one_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, placement: Any, num_directories: int
 ) -> None:

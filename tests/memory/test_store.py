@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Promise
 from tests.memory.test_arena import arena
+from tests.simulated.device import SimulatedDevice
 from tests.support.tiny import small_disk
 
 PAGE = 4096
@@ -163,7 +164,60 @@ def test_close_finishes_what_was_submitted() -> None:
     assert seen == list(range(50))
 
 
+# --- the streams that compute: which of them a fence lies on ---
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_memory_is_not_written_while_a_stream_of_an_earlier_step_reads_it(num_steps: int) -> None:
+    """Steps without gradients wait for nothing: the stream's work may still lie before it when they are over."""
+    simulation = SimulatedDevice(slow=["other"])
+    accelerator, other = Accelerator(simulation), simulation.new_stream("other")
+    with simulation.dispatching():
+        weights = simulation.allocate(4096).fill_(7)
+        with simulation.launching_on(other):
+            accelerator.join_streams()
+            accelerator.note_stream()
+            read = weights.clone()
+        for _ in range(num_steps):
+            accelerator.end_step()
+        accelerator.join_streams()
+        weights.fill_(8)
+        simulation.synchronize()
+        assert set(read.tolist()) == {7}
+    simulation.close()
+
+
+def test_a_stream_is_forgotten_when_it_has_done_its_work() -> None:
+    simulation = SimulatedDevice()
+    accelerator, other = Accelerator(simulation), simulation.new_stream("other")
+    with simulation.dispatching():
+        memory = simulation.allocate(4096)
+        with simulation.launching_on(other):
+            accelerator.note_stream()
+            memory.fill_(7)
+        num_fences = []
+        for _ in range(3):
+            accelerator.end_step()
+            simulation.synchronize()
+            num_fences.append(len(accelerator.fence()))
+        assert num_fences == [2, 2, 1]
+    simulation.close()
+
+
 # --- the store ---
+
+
+def store_of(
+    *, device: int = 0, host: int = 0, nvme: int = 0, paths: Sequence[Path] = (), accelerator: Any = None
+) -> TieredStore:
+    return TieredStore(
+        accelerator or Accelerator(CpuDevice()),
+        sizes=StoreSizes(device=device, host=host, nvme=nvme),
+        nvme_paths=paths,
+        aio=AioConfig(),
+        failures=Failures(),
+    )
+
 
 MakeStore = Callable[..., TieredStore]
 
@@ -178,16 +232,8 @@ def make_store(tmp_path: Path) -> Iterator[MakeStore]:
         directories = [tmp_path / f"drive{i}" for i in range(num_files)]
         for directory in directories:
             directory.mkdir(exist_ok=True)
-        sizes = StoreSizes(device=num_bytes if device is None else device, host=num_bytes, nvme=num_bytes)
-        stores.append(
-            TieredStore(
-                Accelerator(CpuDevice()),
-                sizes=sizes,
-                nvme_paths=directories,
-                aio=AioConfig(),
-                failures=Failures(),
-            )
-        )  # fmt: skip
+        size = num_bytes if device is None else device
+        stores.append(store_of(device=size, host=num_bytes, nvme=num_bytes, paths=directories))
         return stores[-1]
 
     yield make
@@ -403,13 +449,7 @@ def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch:
     waited: list[bool] = []
     monkeypatch.setattr(CpuDevice, "free_bytes", lambda _: 1 << 30)
     accelerator = Accelerator(CpuDevice())
-    store = TieredStore(
-        accelerator,
-        sizes=StoreSizes(device=2 * PAGE, host=0, nvme=0),
-        nvme_paths=(),
-        aio=AioConfig(),
-        failures=Failures(),
-    )
+    store = store_of(device=2 * PAGE, accelerator=accelerator)
     store.device.buffer.fill_(1)
 
     class Launched:
@@ -419,6 +459,23 @@ def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch:
     monkeypatch.setattr(accelerator, "launched", Launched)
     store.create("unit", SegmentKind.PARAM, torch.float32, 1000, TierName.DEVICE)
     assert waited == [True]
+    store.close()
+
+
+def test_arrays_of_two_to_the_k_elements_lie_apart() -> None:
+    """[Note: staggered arrays]: at equal offsets modulo 2 MiB an update is much slower."""
+    num_elements = 1 << 20
+    store = store_of(host=5 * (4 * num_elements + PAGE))
+    kinds = (
+        SegmentKind.PARAM,
+        SegmentKind.MASTER,
+        SegmentKind("exp_avg"),
+        SegmentKind("exp_avg_sq"),
+        SegmentKind.GRAD,
+    )
+    segments = [store.create("unit", kind, torch.float32, num_elements, TierName.HOST) for kind in kinds]
+    assert len({segment.memory.data_ptr() % (2 << 20) for segment in segments}) == len(segments)
+    assert all(segment.memory.numel() == num_elements for segment in segments)
     store.close()
 
 
@@ -458,11 +515,7 @@ def resident_pages(memory: torch.Tensor) -> int:
 
 def test_homes_in_ordinary_memory_are_zero_and_have_no_pages_until_they_are_used(tmp_path: Path) -> None:
     """Else a model on the CPU would be there twice while its parameters are taken over one after the other."""
-    sizes = StoreSizes(device=64 << 20, host=0, nvme=0)
-    failures = Failures()
-    store = TieredStore(
-        Accelerator(CpuDevice()), sizes=sizes, nvme_paths=[tmp_path], aio=AioConfig(), failures=failures
-    )
+    store = store_of(device=64 << 20, paths=[tmp_path])
     homes = [
         store.create("block", kind, torch.float32, 5 << 20, TierName.DEVICE)
         for kind in (SegmentKind.MASTER, SegmentKind.GRAD, SegmentKind.PARAM)
@@ -474,3 +527,48 @@ def test_homes_in_ordinary_memory_are_zero_and_have_no_pages_until_they_are_used
         assert [int(home.memory.count_nonzero()) for home in homes] == [0, 7, 0]
     finally:
         store.close()
+
+
+# --- its end, where one of its parts fails ---
+
+
+def test_a_device_that_fails_at_the_end_leaves_no_files_and_nothing_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of gigabytes would stay on the drives until the next start."""
+    directories = [tmp_path / "one", tmp_path / "two"]
+    for directory in directories:
+        directory.mkdir()
+    store = store_of(device=STRIPE, host=STRIPE, nvme=4 * STRIPE, paths=directories)
+    store.pin()
+    assert len(list(tmp_path.glob("*/*"))) == 2
+    unpinned: list[Any] = []
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store.on_device, "close", _raiser("device-side assert triggered"))
+        broken.setattr(store.accelerator, "unpin", unpinned.append)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            store.close()
+    assert not list(tmp_path.glob("*/*"))
+    assert [memory.data_ptr() for memory in unpinned] == [store.host.buffer.data_ptr()]
+    store.close()
+
+
+def test_a_store_that_cannot_be_made_ends_its_lanes_whatever_fails_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that fails at its end would leave the threads of the device's lanes for good."""
+    monkeypatch.setattr("offloadzero.memory.store.HostTier", _raiser("no memory"))
+    monkeypatch.setattr(NvmeTier, "close", _raiser("the drive is gone"))
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="the drive is gone") as raised:
+        store_of(device=STRIPE, host=STRIPE, nvme=STRIPE, paths=[tmp_path])
+    assert "no memory" in str(raised.value.__context__)
+    assert set(threading.enumerate()) <= before
+
+
+def _raiser(text: str) -> Any:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(text)
+
+    return fail

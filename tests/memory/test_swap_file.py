@@ -25,7 +25,7 @@ from tests.support.homes import file_home
 from tests.support.tiny import make_engine, run_script, settings, start_script, train
 
 NUM_KILLS = int(os.environ.get("OFFLOADZERO_TEST_KILLS", "12"))
-NUM_FOREIGN_RUNS = int(os.environ.get("OFFLOADZERO_TEST_FOREIGN_RUNS", "100"))
+NUM_FOREIGN_RUNS = int(os.environ.get("OFFLOADZERO_TEST_FOREIGN_RUNS", "40"))
 
 real_open = os.open
 
