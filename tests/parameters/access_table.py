@@ -2,14 +2,12 @@
 
 A cell is `equal` (the outcome of the plain run), `torch's error` (plain torch raises there too), `refused` (an
 OffloadError at that line), or it is wrong: another number, no error where torch has one, an error without a name.
-`python -m tests.parameters.access_table` prints the table as Markdown.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -43,8 +41,6 @@ PLACES: dict[str, tuple[int, ...]] = {
     "after backward": (0, 3),
     "after step": (1, 2),
 }
-
-# --- writes: (run, name) changes the value ---
 
 # Refusals that name no parameter: of a numpy array that cannot be written, and of an argument.
 OTHER_REFUSALS = {
@@ -329,48 +325,3 @@ def judge_write(
             if not same(value[parameter], wanted[parameter], dtype):
                 return Cell(what, f"{parameter}: {_difference(value[parameter], wanted[parameter])}")
     return Cell("equal")
-
-
-# --- the table ---
-
-
-def rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[str], dict[str, Cell]]]]:
-    """Every way with what judges it under a state."""
-    for name in (*READS, *KEPT_READS, *MADE_READS):
-        yield f"read: {name}", lambda state, name=name: judge_reads(name, state, dtype)
-    for name in (*WRITES, *UNUSUAL_WRITES):
-        if (name, dtype) != ("numpy", torch.bfloat16):  # numpy has no bf16
-            yield f"write: {name}", lambda state, name=name: judge_writes(name, state, dtype)
-
-
-def markdown(dtype: torch.dtype, states: Iterable[str] = STATES) -> str:
-    """The table, then what is refused and what is wrong with the messages."""
-    lines, notes = [], []
-    counts: dict[str, int] = {}
-    for state in states:
-        lines += ["", f"**{state}, {str(dtype).removeprefix('torch.')}**", ""]
-        lines += [f"| | {' | '.join(PLACES)} |", "| --- " * (len(PLACES) + 1) + "|"]
-        for name, judge in rows(dtype):
-            cells = judge(state)
-            shown = [c.verdict if c.is_right else f"**{c.verdict}**" for c in (cells[p] for p in PLACES)]
-            lines.append(f"| {name} | {' | '.join(shown)} |")
-            for place, cell in cells.items():
-                kind = cell.verdict if cell.is_right else "wrong"
-                counts[kind] = counts.get(kind, 0) + 1
-                if cell.message:
-                    notes.append(f"- {state}, {name}, {place}: {cell.verdict}: {cell.message}")
-    total = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
-    return "\n".join([f"{sum(counts.values())} cells: {total}.", *lines, "", *notes])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    print(markdown(getattr(torch, args.dtype), args.states))
-
-
-if __name__ == "__main__":
-    main()

@@ -15,101 +15,18 @@ from tests.parameters.offloaded_stacks import adam, assert_same_weights, build, 
 from tests.support.models import features
 
 
-def write_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.mul_(0.75)
-
-
-def write_data_of_kept(model: nn.Module) -> None:
-    kept = [param.data for param in model.parameters()]
-    for data in kept:
-        data.clamp_(-0.05, 0.05)
-
-
-def write_no_grad(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.01)
-            param.view(-1)[0] = 0.5
-
-
-def write_init(model: nn.Module) -> None:
-    torch.manual_seed(3)
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.1)
-
-
-def write_assign(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data = param.data.clone() * 1.5
-
-
-def write_augmented(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data += 0.125
-
-
-def write_detached(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.detach()[..., 0].zero_()
-
-
-def write_vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
-
-
-def write_lists(model: nn.Module) -> None:
-    params = list(model.parameters())
-    with torch.no_grad():
-        torch._foreach_mul_(params, 0.9)
-        torch._foreach_lerp_(params, [torch.zeros_like(p) for p in params], 0.25)
-
-
-def write_state(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-
-
-def write_moved(model: nn.Module) -> None:
-    model.to("cpu")
-    model._apply(lambda t: t * 2)
-
-
-WRITES = [
-    write_data,
-    write_data_of_kept,
-    write_no_grad,
-    write_init,
-    write_assign,
-    write_augmented,
-    write_detached,
-    write_vector,
-    write_lists,
-    write_state,
-    write_moved,
-]
-
-
-@pytest.mark.parametrize("dtype", [None, "bf16"], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_arrives_and_is_trained_on(
-    write: Callable[[nn.Module], None], dtype: Any, offloaded: Any
-) -> None:
-    model, optimizer = offloaded(dtype=dtype)
-    reference = build().to(torch.bfloat16 if dtype else torch.float32)
-    write(model)
-    write(reference)
-    assert_same_weights(model, reference, rtol=0.0, atol=0.0)
-    if dtype is None:
-        plain = adam(reference)
-        for seed in range(2):
-            assert step(model, optimizer, seed) == pytest.approx(step(reference, plain, seed), rel=1e-5)
-            write(model)
-            write(reference)
-        # Where a gradient is nearly zero, AdamW's quotient is its sign: roundings show there.
-        assert_same_weights(model, reference, rtol=1e-2, atol=1e-3)
-    else:
-        step(model, optimizer, 0)
+def test_a_model_that_is_moved_and_mapped_is_written(offloaded: Any) -> None:
+    """The ways to one weight: test_access_table.py; to all of a model: tests/scripts/weights.py."""
+    model, optimizer = offloaded()
+    reference = build()
+    plain = adam(reference)
+    for seed in range(2):
+        for net in (model, reference):
+            net.to("cpu")
+            net._apply(lambda t: t * 2)
+        assert step(model, optimizer, seed) == pytest.approx(step(reference, plain, seed), rel=1e-5)
+    # Where a gradient is nearly zero, AdamW's quotient is its sign: roundings show there.
+    assert_same_weights(model, reference, rtol=1e-2, atol=1e-3)
 
 
 def test_unchanged_elements_keep_their_master(offloaded: Any) -> None:

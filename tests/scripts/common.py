@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import offloadzero
+from tests.support.models import VOCABULARY, WIDTH, Block
 from tests.support.training import PLACEMENTS, Config, merge
 
 NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_STEPS", "5"))
@@ -204,22 +205,7 @@ def assert_close(
 
 # --- a model and data ---
 
-VOCABULARY = 61  # odd on purpose
-WIDTH = 24
 NUM_BLOCKS = 3
-
-
-class Block(nn.Module):
-    """Residual MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class LM(nn.Module):

@@ -1,4 +1,4 @@
-"""Weights that a script reads are the present ones, and what it writes arrives; schedules; torch.compile."""
+"""Weights that a script reads are the present ones, and what it writes arrives; torch.compile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offloadzero import OffloadError
-from tests.scripts import weights, weights_replaced
+from tests.scripts import common, weights, weights_replaced
 from tests.scripts.common import Script, assert_matches, cases, offloaded, reference, run
 
 COMPILED_STEPS = 3
@@ -18,12 +18,6 @@ COMPILED_STEPS = 3
 def test_weights_are_those_of_torch(name: str, placement: str, tmp_path: Path) -> None:
     script = weights.SCRIPTS[name]
     assert_matches(run(script, offloaded(placement, tmp_path, clipping=0.0)), reference(script))
-
-
-@pytest.mark.parametrize("name", weights_replaced.SCHEDULES)
-def test_schedules_of_torch(name: str, tmp_path: Path) -> None:
-    script = weights_replaced.SCHEDULES[name]
-    assert_matches(run(script, offloaded("host", tmp_path, clipping=0.0)), reference(script))
 
 
 def followed_or_refused(script: Script, words: str, directory: Path) -> None:
@@ -47,5 +41,5 @@ def test_followed_or_refused_by_name(name: str, tmp_path: Path) -> None:
 def test_compiled_models_train_or_are_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "NUM_STEPS", COMPILED_STEPS)
+    monkeypatch.setattr(common, "NUM_STEPS", COMPILED_STEPS)
     followed_or_refused(weights_replaced.COMPILED[name], "torch.compile", tmp_path)

@@ -1,6 +1,6 @@
 """Ordinary scripts clip in every step, with us and without: the same losses, the same norms in their logs.
 
-OFFLOADZERO_TEST_STEPS=50 for the long form; `python -m tests.scripts` prints the largest differences.
+OFFLOADZERO_TEST_STEPS=50 for the long form.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import accelerate_loop, lightning_module, peft_lora, plain, transformers_trainer
+from tests.scripts import accelerate_loop, common, lightning_module, peft_lora, plain, transformers_trainer
 from tests.scripts.common import (
     AUTOCAST_TOLERANCES,
     MAX_NORM,
@@ -68,7 +68,7 @@ def test_a_script_gives_the_numbers_of_plain_torch(name: str, placement: str, tm
 def test_the_clipping_of_these_scripts_is_seen_in_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that clips nothing would pass."""
     expected = reference(plain.loop)
-    monkeypatch.setattr(plain, "MAX_NORM", 1e9)
+    monkeypatch.setattr(common, "MAX_NORM", 1e9)
     unclipped = run(plain.loop, Wrap())
     with pytest.raises(AssertionError, match="losses differ"):
         assert_matches(unclipped, expected, loss_rtol=1e-3)

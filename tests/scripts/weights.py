@@ -1,6 +1,7 @@
 """Scripts that read and write weights between steps, in penalties and for evaluation.
 
-None touches a gradient: that is the business of `gradients`.
+None touches a gradient: that is the business of `gradients`. Each way to one weight is in the access table of
+tests/parameters; here a script goes that way over a whole model.
 """
 
 from __future__ import annotations
@@ -15,96 +16,65 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.scripts.common import LM, NUM_STEPS, Result, Script, Wrap, adamw, start, tokens, weights_of
+from tests.scripts.common import (
+    LM,
+    NUM_STEPS,
+    Result,
+    Script,
+    Visit,
+    Wrap,
+    adamw,
+    generator,
+    loss_of,
+    registering,
+    start,
+    tokens,
+    train,
+    weights_of,
+)
 
-Visit = Callable[[nn.Module, int], Any]  # right after step(); what it returns is noted if it is a tensor
 SCRIPTS: dict[str, Script] = {}
-
-
-def script(function: Script) -> Script:
-    SCRIPTS[function.__name__] = function
-    return function
-
-
-def train(model: nn.Module, optimizer: Any, visit: Visit | None = None, **hooks: Any) -> Result:
-    """Backward, step, `visit`, zero_grad. `hooks`: before(model, step), penalty(model) -> Tensor."""
-    losses, notes = [], {}
-    for step in range(NUM_STEPS):
-        if "before" in hooks:
-            hooks["before"](model, step)
-        loss = model(tokens(step))
-        if "penalty" in hooks:
-            loss = loss + hooks["penalty"](model)
-        loss.backward()
-        optimizer.step()
-        if visit is not None:
-            seen = visit(model, step)
-            if isinstance(seen, Tensor):
-                notes[f"step {step}"] = seen.detach().clone()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model), notes)
+script = registering(SCRIPTS)
 
 
 def after_step(visit: Visit) -> Script:
     """The loop with `visit` right after step()."""
-    SCRIPTS[visit.__name__] = lambda wrap: train(*start(wrap), visit)
+    SCRIPTS[visit.__name__] = lambda wrap: train(*start(wrap), after=visit)
     return SCRIPTS[visit.__name__]
 
 
-def before_forward(visit: Visit) -> Script:
-    """The loop with `visit` at the begin of each step."""
-    SCRIPTS[visit.__name__] = lambda wrap: train(*start(wrap), before=visit)
-    return SCRIPTS[visit.__name__]
+def all_written(write: Callable[[nn.Parameter, torch.Generator], Any]) -> Script:
+    """Every parameter is written right after step()."""
+
+    def visit(model: nn.Module, step: int) -> None:
+        source = generator(step)
+        for p in model.parameters():
+            write(p, source)
+
+    return lambda wrap: train(*start(wrap), after=visit)
 
 
-def penalty(function: Callable[[nn.Module], Tensor]) -> Script:
-    """The loop with a term added to the loss."""
-    SCRIPTS[function.__name__] = lambda wrap: train(*start(wrap), penalty=function)
-    return SCRIPTS[function.__name__]
-
-
-def generator(step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(step)
+def with_penalty(penalty: Callable[[nn.Module], Tensor]) -> Script:
+    """A term is added to the loss."""
+    return lambda wrap: train(*start(wrap), loss_of=lambda model, step: loss_of(model, step) + penalty(model))
 
 
 # --- reads ---
 
 
 @after_step
-def norms_after_step(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    return torch.stack([p.norm() for p in model.parameters()])
-
-
-@after_step
-def norms_of_data_after_step(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    return torch.stack([p.data.norm(2) for _, p in model.named_parameters()])
-
-
-@after_step
-def vector_after_step(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    return parameters_to_vector(model.parameters())
-
-
-@after_step
-def numbers_after_step(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    rows = [(p.mean().item(), p.view(-1)[-1].item(), float(p.abs().max())) for p in model.parameters()]
-    return torch.tensor(rows)
-
-
-@after_step
-def histograms_after_step(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    return torch.stack([torch.histc(p.detach().cpu(), 9, -1.0, 1.0) for p in model.parameters()])
-
-
-@after_step
-def numpy_after_step(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    return torch.tensor([float(p.detach().cpu().numpy().sum()) for p in model.parameters()])
-
-
-@before_forward
-def norms_before_forward(model: nn.Module, step: int) -> Any:  # noqa: ARG001
+def norms_after_step(model: nn.Module, _step: int) -> Any:
     assert all(torch.isfinite(p).all() for p in model.parameters())
+    return torch.stack([p.norm() + p.data.norm(2) for p in model.parameters()])
+
+
+@after_step
+def numbers_after_step(model: nn.Module, _step: int) -> Any:
+    rows = [
+        (p.mean().item(), p.view(-1)[-1].item(), float(p.detach().cpu().numpy().sum()))
+        for p in model.parameters()
+    ]
+    return torch.tensor(rows)
 
 
 @after_step
@@ -154,77 +124,51 @@ def ema_foreach(wrap: Wrap) -> Result:
     model, optimizer = start(wrap)
     average = [p.detach().clone() for p in model.parameters()]
 
-    def follow(model: nn.Module, step: int) -> None:  # noqa: ARG001
+    def follow(model: nn.Module, _step: int) -> None:
         torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
 
-    result = train(model, optimizer, follow)
+    result = train(model, optimizer, after=follow)
     return Result(result.losses, [], result.weights, {str(i): value for i, value in enumerate(average)})
 
 
 # --- writes ---
 
 
-@after_step
-def clamped_data(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    for p in model.parameters():
-        p.data.clamp_(-0.1, 0.1)
+@torch.no_grad()
+def clamped(p: nn.Parameter, _: torch.Generator) -> None:
+    p.clamp_(-0.1, 0.1)
+
+
+def noise_by_plus_equals(p: nn.Parameter, source: torch.Generator) -> None:
+    p.data += 0.01 * torch.randn(p.shape, generator=source)
+
+
+def data_assigned(p: nn.Parameter, _: torch.Generator) -> None:
+    p.data = p.data * 0.98
+
+
+SCRIPTS |= {
+    "clamped": all_written(clamped),
+    "noise by data +=": all_written(noise_by_plus_equals),
+    "data assigned": all_written(data_assigned),
+}
 
 
 @after_step
-def clamped_no_grad(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    with torch.no_grad():
-        for p in model.parameters():
-            p.clamp_(-0.1, 0.1)
+@torch.no_grad()
+def written_in_lists(model: nn.Module, _step: int) -> None:
+    torch._foreach_clamp_min_(list(model.parameters()), -0.1)
+    torch._foreach_mul_(list(model.parameters()), 0.99)
 
 
 @after_step
-def clamped_one_block(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    with torch.no_grad():
-        model.blocks[1].up.weight.clamp_(-0.05, 0.05)
-
-
-@after_step
-def clamped_foreach(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    with torch.no_grad():
-        torch._foreach_clamp_min_(list(model.parameters()), -0.1)
-        torch._foreach_mul_(list(model.parameters()), 0.99)
-
-
-@after_step
-def decayed_by_hand(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0.98)
-
-
-@after_step
-def noise_added(model: nn.Module, step: int) -> Any:
-    source = generator(step)
-    for p in model.parameters():
-        p.data.add_(torch.randn(p.shape, generator=source), alpha=0.01)
-
-
-@after_step
-def noise_by_data_plus_equals(model: nn.Module, step: int) -> Any:
-    source = generator(step)
-    for p in model.parameters():
-        p.data += 0.01 * torch.randn(p.shape, generator=source)
-
-
-@after_step
-def data_assigned(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    for p in model.parameters():
-        p.data = p.data * 0.98
-
-
-@after_step
-def rows_normalised(model: nn.Module, step: int) -> Any:  # noqa: ARG001
+def rows_normalised(model: nn.Module, _step: int) -> None:
     model.emb.weight.data = F.normalize(model.emb.weight.data, dim=1)
     model.head.weight.data.renorm_(2, 0, 0.5)
 
 
 @after_step
-def padding_row_zeroed(model: nn.Module, step: int) -> Any:  # noqa: ARG001
+def padding_row_zeroed(model: nn.Module, _step: int) -> None:
     model.emb.weight.data[0].zero_()
     with torch.no_grad():
         model.emb.weight[1] = 0.25
@@ -237,12 +181,12 @@ def pruned_by_masks(wrap: Wrap) -> Result:
     model, optimizer = start(wrap)
     masks = {name: (p.detach().abs() > 0.05).float() for name, p in model.named_parameters() if p.dim() > 1}
 
-    def mask_weights(model: nn.Module, step: int) -> None:  # noqa: ARG001
+    def mask_weights(model: nn.Module, _step: int) -> None:
         with torch.no_grad():
             for name, mask in masks.items():
                 model.get_parameter(name).mul_(mask)
 
-    return train(model, optimizer, mask_weights)
+    return train(model, optimizer, after=mask_weights)
 
 
 @script
@@ -284,7 +228,7 @@ def rolled_back(wrap: Wrap) -> Result:
         if step == 4:
             model.load_state_dict(saved)
 
-    return train(model, optimizer, visit)
+    return train(model, optimizer, after=visit)
 
 
 @script
@@ -303,7 +247,7 @@ def line_search_by_vector(wrap: Wrap) -> Result:
             vector_to_parameters(here + best * direction, model.parameters())
         return torch.stack(found)
 
-    return train(*start(wrap), visit)
+    return train(*start(wrap), after=visit)
 
 
 @script
@@ -319,7 +263,7 @@ def lookahead(wrap: Wrap) -> Result:
                     s.add_(p - s, alpha=0.5)
                     p.copy_(s)
 
-    return train(model, optimizer, visit)
+    return train(model, optimizer, after=visit)
 
 
 def swapped(swap: Callable[[nn.Module, list[Tensor]], list[Tensor]]) -> Script:
@@ -340,7 +284,7 @@ def swapped(swap: Callable[[nn.Module, list[Tensor]], list[Tensor]]) -> Script:
                 swap(model, kept)
             return loss
 
-        return train(model, optimizer, visit)
+        return train(model, optimizer, after=visit)
 
     return run
 
@@ -379,20 +323,12 @@ SCRIPTS |= {
 @script
 def weight_noise_around_backward(wrap: Wrap) -> Result:
     """Noise is added before the forward and taken off after backward."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        noises = [0.01 * torch.randn(p.shape, generator=generator(step)) for p in model.parameters()]
-        for p, noise in zip(model.parameters(), noises, strict=True):
-            p.data.add_(noise)
-        loss = model(tokens(step))
-        loss.backward()
-        for p, noise in zip(model.parameters(), noises, strict=True):
-            p.data.sub_(noise)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+
+    def add(model: nn.Module, step: int, sign: int = 1) -> None:
+        for p in model.parameters():
+            p.data.add_(torch.randn(p.shape, generator=generator(step)), alpha=0.01 * sign)
+
+    return train(*start(wrap), before=add, edit=lambda model, step: add(model, step, -1))
 
 
 @script
@@ -401,119 +337,86 @@ def data_kept_over_steps(wrap: Wrap) -> Result:
     model, optimizer = start(wrap)
     held = [p.data for p in model.parameters()]
 
-    def visit(model: nn.Module, step: int) -> None:  # noqa: ARG001
+    def visit(_model: nn.Module, _step: int) -> None:
         for data in held:
             data.clamp_(-0.1, 0.1)
 
-    return train(model, optimizer, visit)
+    return train(model, optimizer, after=visit)
 
 
 # --- penalties ---
 
 
-@penalty
-def l1_of_all(model: nn.Module) -> Tensor:
-    return 1e-3 * sum(p.abs().sum() for p in model.parameters())
-
-
-@penalty
-def l2_of_all(model: nn.Module) -> Tensor:
-    return 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
-
-
-@penalty
-def l2_of_some(model: nn.Module) -> Tensor:
-    return 0.1 * model.blocks[1].up.weight.square().mean() + model.head.weight.norm()
-
-
-@penalty
-def l2_by_vector(model: nn.Module) -> Tensor:
-    return 1e-2 * parameters_to_vector(model.parameters()).pow(2).sum()
-
-
-@penalty
-def orthogonality(model: nn.Module) -> Tensor:
-    return sum((b.down.weight @ b.down.weight.T - torch.eye(24)).pow(2).mean() for b in model.blocks)
-
-
-@penalty
-def l2_by_functional_ops(model: nn.Module) -> Tensor:
-    return sum(torch.linalg.vector_norm(p) + F.softplus(p).mean() for p in model.parameters())
+SCRIPTS |= {
+    "l1 of all": with_penalty(lambda model: 1e-3 * sum(p.abs().sum() for p in model.parameters())),
+    "l2 by a vector": with_penalty(
+        lambda model: 1e-2 * parameters_to_vector(model.parameters()).pow(2).sum()
+    ),
+    "norms": with_penalty(
+        lambda model: sum(torch.linalg.vector_norm(p) + F.softplus(p).mean() for p in model.parameters())
+    ),
+}
 
 
 @script
 def elastic_weight_consolidation(wrap: Wrap) -> Result:
     """Pulled to where the model began, by the weights' own importance."""
-    model, optimizer = start(wrap)
-    began = {name: p.detach().clone() for name, p in model.named_parameters()}
+    made = LM()
+    began = {name: p.detach().clone() for name, p in made.named_parameters()}
 
     def pull(model: nn.Module) -> Tensor:
         return 5 * sum(((p - began[name]) ** 2).sum() for name, p in model.named_parameters())
 
-    return train(model, optimizer, penalty=pull)
+    return train(*start(wrap, made), loss_of=lambda model, step: loss_of(model, step) + pull(model))
 
 
 @script
 def penalty_before_the_forward(wrap: Wrap) -> Result:
     """The term is computed first, its graph used after the model's."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
+
+    def term_and_loss(model: nn.Module, step: int) -> Tensor:
         term = 1e-3 * sum(p.abs().sum() for p in model.parameters())
-        loss = model(tokens(step))
-        (term + loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+        return term + loss_of(model, step)
+
+    return train(*start(wrap), loss_of=term_and_loss)
 
 
 @script
 def penalty_with_its_own_backward(wrap: Wrap) -> Result:
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(tokens(step))
-        loss.backward()
+    def edit(model: nn.Module, _step: int) -> None:
         (1e-2 * sum(p.pow(2).sum() for p in model.parameters())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+
+    return train(*start(wrap), edit=edit)
 
 
 @script
 def other_weights_through_functional_call(wrap: Wrap) -> Result:
     """The loss at weights that are a differentiable function of the model's."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
+
+    def at_shrunk(model: nn.Module, step: int) -> Tensor:
         shrunk = {name: 0.9 * p for name, p in model.named_parameters()}
-        loss = functional_call(model, shrunk, (tokens(step),))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, [], weights_of(model))
+        return functional_call(model, shrunk, (tokens(step),))  # type: ignore[no-any-return]
+
+    return train(*start(wrap), loss_of=at_shrunk)
 
 
 # --- reparametrised modules, norms with state ---
 
 
-@script
-def weight_norm(wrap: Wrap) -> Result:
-    made = LM()
-    for block in made.blocks:
-        nn.utils.parametrizations.weight_norm(block.up)
-    return train(*start(wrap, made))
+def reparametrised(register: Callable[[nn.Module], Any]) -> Script:
+    def run(wrap: Wrap) -> Result:
+        made = LM()
+        for block in made.blocks:
+            register(block.up)
+        return train(*start(wrap, made))
+
+    return run
 
 
-@script
-def spectral_norm(wrap: Wrap) -> Result:
-    made = LM()
-    for block in made.blocks:
-        nn.utils.parametrizations.spectral_norm(block.up)
-    return train(*start(wrap, made))
+SCRIPTS |= {
+    "weight_norm": reparametrised(nn.utils.parametrizations.weight_norm),
+    "spectral_norm": reparametrised(nn.utils.parametrizations.spectral_norm),
+}
 
 
 # --- moves ---

@@ -1,18 +1,25 @@
-"""Scripts that replace parameters or modules after offloading, schedule the rates, or compile the model."""
+"""Scripts that replace parameters or modules after offloading, or compile the model."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.optim import lr_scheduler
 
-from tests.scripts.common import LM, LR, NUM_STEPS, Result, Script, Wrap, adamw, start, tokens, weights_of
-from tests.scripts.weights import train
+from tests.scripts.common import (
+    LM,
+    Block,
+    Result,
+    Script,
+    Wrap,
+    adamw,
+    start,
+    train,
+    weights_of,
+)
 
 MAY_BE_REFUSED: dict[str, tuple[Script, str]] = {}
 
@@ -27,9 +34,6 @@ def may_be_refused(words: str) -> Callable[[Script], Script]:
     return register
 
 
-# --- what may be refused ---
-
-
 @may_be_refused("assign|replaced")
 def state_dict_assigned(wrap: Wrap) -> Result:
     """load_state_dict(assign=True) makes new parameters: torch's optimizer goes on with the old ones."""
@@ -40,7 +44,7 @@ def state_dict_assigned(wrap: Wrap) -> Result:
         if step == 4:
             model.load_state_dict(saved, assign=True)
 
-    return train(model, optimizer, visit)
+    return train(model, optimizer, after=visit)
 
 
 @may_be_refused("head")
@@ -55,8 +59,6 @@ def head_replaced(wrap: Wrap) -> Result:
 @may_be_refused("blocks")
 def block_appended(wrap: Wrap) -> Result:
     """Another block after offloading."""
-    from tests.scripts.common import Block
-
     model, optimizer = start(wrap)
     torch.manual_seed(3)
     model.blocks.append(Block())
@@ -99,60 +101,7 @@ def numpy_written(wrap: Wrap) -> Result:
     def visit(model: nn.Module, step: int) -> None:  # noqa: ARG001
         model.blocks[1].up.weight.detach().numpy()[0] = 0.25
 
-    return train(*start(wrap), visit)
-
-
-# --- schedules ---
-
-
-def scheduled(make: Callable[[Any], Any], *, before: bool = False, metric: bool = False) -> Script:
-    """The loop with a scheduler of torch, made after offloading or before; its warnings are errors."""
-
-    def run(wrap: Wrap) -> Result:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            made = LM()
-            optimizer = adamw(made)
-            scheduler = make(optimizer) if before else None
-            model, optimizer = wrap(made, optimizer)
-            scheduler = scheduler or make(optimizer)
-            rates, losses = [], []
-            for step in range(NUM_STEPS):
-                loss = model(tokens(step))
-                loss.backward()
-                optimizer.step()
-                scheduler.step(loss.item()) if metric else scheduler.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                group = optimizer.param_groups[0]
-                rates.append((float(group["lr"]), *map(float, group["betas"])))
-        return Result(losses, [], weights_of(model), {"rates and betas": torch.tensor(rates)})
-
-    return run
-
-
-SCHEDULES: dict[str, Script] = {
-    "LambdaLR": scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step)),
-    "LambdaLR made before": scheduled(
-        lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step), before=True
-    ),
-    "OneCycleLR": scheduled(lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1)),
-    "OneCycleLR made before": scheduled(
-        lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1), before=True
-    ),
-    "OneCycleLR without momentum": scheduled(
-        lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1, cycle_momentum=False)
-    ),
-    "CyclicLR": scheduled(lambda o: lr_scheduler.CyclicLR(o, LR, 10 * LR, step_size_up=3)),
-    "StepLR": scheduled(lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
-    "CosineAnnealingWarmRestarts": scheduled(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)),
-    "ReduceLROnPlateau": scheduled(lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0), metric=True),
-    "SequentialLR": scheduled(
-        lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-        )
-    ),
-}
+    return train(*start(wrap), after=visit)
 
 
 # --- torch.compile ---
