@@ -20,10 +20,10 @@ from offloadzero.planning.engine_plan import DTYPES, plan_records
 from offloadzero.planning.machine import available_host_bytes, host_bytes_before
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
-    format_bytes,
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
+from offloadzero.observe.texts import format_bytes
 from offloadzero.streaming.building.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import device_form

@@ -25,7 +25,7 @@ from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.collectives import CollectiveCount
-from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.bound import StepReport
 
 log = logging.getLogger("offloadzero")
 

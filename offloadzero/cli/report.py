@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadzero.cli.output import check_output, make_page, print_lines, save_text, size_text, text_table
+from offloadzero.cli.output import check_output, make_page, print_lines, save_text, text_table
 from offloadzero.cli.plan.command import FORMAT as PLAN_FORMAT
 from offloadzero.cli.plan.command import FORMAT_VERSION as PLAN_FORMAT_VERSION
 from offloadzero.errors import AioError, ConfigError
@@ -22,7 +22,7 @@ from offloadzero.observe.forecast import (
     compared,
     parts_alone,
 )
-from offloadzero.observe.run_dir import (
+from offloadzero.observe.monitor import (
     FORECAST_FILE,
     FORECAST_FORMAT,
     FORMAT,
@@ -31,7 +31,7 @@ from offloadzero.observe.run_dir import (
     STEPS_FILE,
     TRACE_FILES,
 )
-from offloadzero.observe.texts import duration_text
+from offloadzero.observe.texts import duration_text, size_text
 from offloadzero.planning.result_file import load_json, parse_json
 
 PAGE = "report.html"

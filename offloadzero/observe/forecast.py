@@ -33,7 +33,7 @@ OF_ONE_CORE = (H2D, D2H, PYTHON, FILE_ENGINE)  # work that keeps one of the core
 # No cause of a departure as parts of the cores' work: what others take of the cores is in their time, too.
 _OF_TRAINING_THREAD = (COMPUTE, PYTHON)
 
-Record = Mapping[str, Any]  # of a step: observe/run_dir.py
+Record = Mapping[str, Any]  # of a step: observe/monitor.py
 
 
 class NoForecastError(OffloadError, RuntimeError):

@@ -26,24 +26,18 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL
 from offloadzero.observe.timeline import COLLECTIVES, LANDING
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import Hardware, share_of
+from offloadzero.planning.hardware import Hardware, Memory, share_of
 from offloadzero.planning.result_file import Reader, load_json, parse_json
-from offloadzero.planning.step.forecast import Step
-from offloadzero.planning.step.rates import (
-    COMPACT,
-    FP32,
-    HOST_MEMORY,
-    LINKS,
-    NETWORK,
-    THROUGH_HOST_MEMORY,
-    Rates,
-)
+from offloadzero.planning.step.forecast import COMPACT, FP32, Rates, Step
 from offloadzero.planning.step.work import (
     FAR_GRADIENTS,
+    HOST_MEMORY,
+    LINKS,
     NEAR_GRADIENTS,
     NEAR_WEIGHTS,
+    NETWORK,
     OF_TENSORS,
+    THROUGH_HOST_MEMORY,
     StepTraffic,
 )
 from offloadzero.ranks.shard import MAX_RANKS

@@ -29,7 +29,6 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
-from offloadzero.planning.fit import Memory
 from offloadzero.planning.machine import (
     describe_machine,
     describe_path,
@@ -38,8 +37,19 @@ from offloadzero.planning.machine import (
     usable_cores,
 )
 from offloadzero.planning.result_file import Reader, load_json
-from offloadzero.planning.step.forecast import Forecast, Step, forecast, simulated
-from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.step.forecast import (
+    COMPACT,
+    COPY,
+    DRIVE,
+    DTYPE_NAMES,
+    FP32,
+    Computation,
+    Forecast,
+    Rates,
+    Step,
+    forecast,
+    simulated,
+)
 from offloadzero.planning.step.simulation import SimulatedStep
 from offloadzero.update.spec import UpdateForm
 
@@ -53,6 +63,18 @@ _TABLES = {  # tables of Rates, and the names in them: dtypes, layouts or kinds 
     **dict.fromkeys(("update", "device_update"), _LAYOUTS),
     "holds": (COPY, DRIVE, *_LAYOUTS),
 }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Free bytes by tier, before Python and torch are loaded.
+
+    `device` None: its memory is the host's. `nvme` None: nothing is known of drives.
+    """
+
+    host: int
+    device: int | None = None
+    nvme: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from offloadzero.cli.output import Progress
 from offloadzero.cli.plan import computation, measure
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.step.rates import Computation, Rates
+from offloadzero.planning.step.forecast import Computation, Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30

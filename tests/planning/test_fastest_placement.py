@@ -13,18 +13,24 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import read_model
+from offloadzero.cli.plan.answer import Planner, Question, read_model
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.device import find_device
-from offloadzero.planning import fastest_placement as module
-from offloadzero.planning.fastest_placement import FoundPlacement, StepTimer, fastest_placement, filling_text
-from offloadzero.planning.fit import Memory, memory_with, with_keys
-from offloadzero.planning.hardware import Hardware, cache_file, describe
+from offloadzero.planning import placement as module
+from offloadzero.planning.engine_plan import memory_with, with_keys
+from offloadzero.planning.hardware import Hardware, Memory, cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
-from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
-from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.placement import (
+    BY_BYTES,
+    Filling,
+    FoundPlacement,
+    StepTimer,
+    choose_placement,
+    fastest_placement,
+    filling_text,
+)
+from offloadzero.planning.step.forecast import Rates
 from offloadzero.planning.step.work import Uses
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm

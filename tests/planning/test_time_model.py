@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan.model import read_model
+from offloadzero.cli.plan.answer import read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model, uses_of
@@ -28,18 +28,19 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.model.trace import MicroBatchTrace
-from offloadzero.planning.step.advice import FASTER
+from offloadzero.planning.step.advice import FASTER, forecast_run
 from offloadzero.planning.step.forecast import (
+    COPY,
+    DRIVE,
     OVERLAP,
     Forecast,
+    Rates,
     Step,
     compute_seconds,
     forecast,
-    forecast_run,
 )
-from offloadzero.planning.step.rates import COPY, DRIVE, NVME_MIXED, Rates
 from offloadzero.planning.step.simulation import SimulatedStep
-from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
+from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, NVME_MIXED, StepTraffic, step_traffic
 from tests.support.tiny import settings
 
 LANES = (H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)

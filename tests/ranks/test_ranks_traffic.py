@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.model import ModelSource
+from offloadzero.cli.plan.answer import ModelSource
 from offloadzero.config import load_config
 from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.collectives import CollectiveCount, since

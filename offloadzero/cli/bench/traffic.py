@@ -1,4 +1,11 @@
-"""One sample of file traffic: a point of the engine, a kind of traffic, rates, latencies, CPU time.
+"""File traffic at one setting of the engine: files, sequences of operations, and what is counted of them.
+
+[Note: step traffic]
+One optimizer step over P parameters that are on the drive in the `fp32` layout (bf16 parameter, 16-bit master
+remainder, two fp32 moments) reads 2 + 2 + 4 + 4 = 12 bytes per parameter, and writes as many. Mixed traffic has
+this ratio, so at a mixed rate of R bytes per second (both directions together) a step takes 24 P / R seconds. A
+drive whose write rate falls to W once its cache is full takes 12 P / W at least. Forward and backward read 2 P bytes
+each, on top; of parameters in memory that is left out, and 2 P in each direction of the update.
 
 [Note: what a sample counts]
 On files without a page cache (O_DIRECT, or a filesystem in memory) the clock starts at a completion, after
@@ -10,29 +17,55 @@ and the clock runs from the first submission until everything is transferred and
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from offloadzero.cli.bench.points import (
-    MIB,
-    NUM_CHUNKS_IN_FLIGHT,
-    STATE_BYTES_PER_PARAM,
-    Point,
-    Traffic,
-    chunk_segments,
-)
-from offloadzero.cli.bench.scratch import ScratchFile
-from offloadzero.errors import ConfigError
-from offloadzero.io.engine import AioBackend, AioEngine, AioFile, AioTicket
+from offloadzero.errors import AioError
+from offloadzero.io.engine import AioEngine, AioFile, AioTicket
 from offloadzero.memory.pages import map_pages
 
+KIB, MIB = 1 << 10, 1 << 20
+STATE_BYTES_PER_PARAM = 12  # read, and written
+SEGMENT_BYTES = (2, 2, 4, 4)  # of a parameter: itself, the remainder, the first and the second moment
+NUM_CHUNKS_IN_FLIGHT = 4
 _WAIT_SLICE_S = 0.2
+
+
+class Traffic(str, Enum):
+    """The kind of traffic; MIXED is the update of one layer after the other, see [Note: step traffic]."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One setting of the file engine; the fields are the arguments of AioEngine."""
+
+    backend: str
+    block_size: int
+    queue_depth: int
+    num_threads: int
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """The bytes in the kernel at once."""
+        return self.block_size * self.queue_depth
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -71,8 +104,53 @@ class Sample:
         return self.cpu_s / (self.num_bytes / 1e9)
 
     def to_json(self) -> dict[str, Any]:
-        fields = {**vars(self), "point": self.point.to_json()}
-        return {**fields, "gb_per_s": self.bytes_per_s / 1e9, "cpu_s_per_gb": self.cpu_s_per_gb}
+        return {**asdict(self), "gb_per_s": self.bytes_per_s / 1e9, "cpu_s_per_gb": self.cpu_s_per_gb}
+
+
+class ScratchFile:
+    """A new empty file without a name in a directory: it is gone with the process, whatever ends that.
+
+    Raises AioError when it cannot be made. `num_bytes` is how much of it holds written data.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.num_bytes = 0
+        self.cursor = 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # it closes itself
+        except OSError as error:
+            raise AioError(
+                operation="create", path=directory, offset=0, num_bytes=0, errno=error.errno or errno.EIO
+            ) from error
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The bytes that the filesystem keeps for it: less than its size where there are holes or compression."""
+        return os.fstat(self._file.fileno()).st_blocks * 512
+
+    def open(self, engine: AioEngine) -> AioFile:
+        """Open it once more. Raises AioError."""
+        name = os.path.join(self.directory, "(the benchmark's file)")
+        return engine.open(f"/proc/self/fd/{self._file.fileno()}", name=name)
+
+    def advance(self, num_bytes: int) -> int:
+        """Return the next offset for `num_bytes`; the beginning where they do not fit before the end."""
+        offset = -(-self.cursor // num_bytes) * num_bytes
+        if offset + num_bytes > self.num_bytes:
+            offset = 0
+        self.cursor = offset + num_bytes
+        return offset
+
+    def sync(self, *, drop_cache: bool = False) -> None:
+        """Write out the file's pages in the page cache; with `drop_cache` forget them."""
+        os.fdatasync(self._file.fileno())
+        if drop_cache:
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Give its space back."""
+        self._file.close()
 
 
 class WriteAllowance:
@@ -192,18 +270,13 @@ class OptimizerStep:
         return [Transfer(is_write, index, start + at, buffer[at : at + size]) for at, size in self._segments]
 
 
+def chunk_segments(num_elements: int) -> list[tuple[int, int]]:
+    """Return offset and bytes of the segments of a chunk of parameters, which lie in a row."""
+    sizes = [element_bytes * num_elements for element_bytes in SEGMENT_BYTES]
+    return list(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
+
+
 # --- The pump ---
-
-
-class Limits(NamedTuple):
-    """The end of a sample: after `seconds` on its clock, at the latest at `deadline_s` of time.monotonic(),
-    when `max_bytes` have been submitted, or when no more may be written."""
-
-    seconds: float
-    deadline_s: float
-    max_bytes: int | None = None
-    # No warm-up, and the transfers in flight at the end count: [Note: what a sample counts].
-    is_counted_whole: bool = False
 
 
 @dataclass
@@ -273,7 +346,7 @@ class Count:
 
 
 class Pump:
-    """Keeps every slot of a workload busy until the limits, and counts."""
+    """Keeps every slot of a workload busy for a while, and counts."""
 
     def __init__(
         self, engine: AioEngine, files: Sequence[AioFile], workload: Workload, allowance: WriteAllowance
@@ -285,22 +358,34 @@ class Pump:
         self._in_flight: deque[_Batch] = deque()
         self._submitted_bytes = 0
 
-    def run(self, limits: Limits) -> Count:
-        """Run the workload to the limits. Raises AioError when an operation fails."""
+    def run(
+        self,
+        seconds: float,
+        *,
+        deadline_s: float,
+        max_bytes: int | None = None,
+        is_counted_whole: bool = False,
+    ) -> Count:
+        """Run the workload for `seconds` of its clock. Raises AioError when an operation fails.
+
+        It ends before at `deadline_s` of time.monotonic(), when `max_bytes` have been submitted, or when no more may be
+        written. `is_counted_whole`: no warm-up, and the transfers in flight at the end count:
+        [Note: what a sample counts].
+        """
         num_slots = len(self._workload.buffers)
-        count = Count(num_warmup_batches=0 if limits.is_counted_whole else num_slots)
+        count = Count(num_warmup_batches=0 if is_counted_whole else num_slots)
         for slot in range(num_slots):
-            self._submit_next(slot, limits)
+            self._submit_next(slot, max_bytes)
         is_ending = False
         while self._in_flight:
             finished = self._wait_some()
             now_s = time.monotonic()
-            if not is_ending or limits.is_counted_whole:
+            if not is_ending or is_counted_whole:
                 count.complete(finished, now_s)
-            is_ending |= count.seconds >= limits.seconds or now_s >= limits.deadline_s
+            is_ending |= count.seconds >= seconds or now_s >= deadline_s
             if not is_ending:
                 for batch in finished:
-                    self._submit_next(batch.slot, limits)
+                    self._submit_next(batch.slot, max_bytes)
         return count
 
     def _wait_some(self) -> list[_Batch]:
@@ -313,8 +398,8 @@ class Pump:
             batch.wait()
         return finished
 
-    def _submit_next(self, slot: int, limits: Limits) -> None:
-        if limits.max_bytes is not None and self._submitted_bytes >= limits.max_bytes:
+    def _submit_next(self, slot: int, max_bytes: int | None) -> None:
+        if max_bytes is not None and self._submitted_bytes >= max_bytes:
             return
         batch = self._workload.next_batch(slot)
         if not self._allowance.take(sum(part.buffer.nbytes for part in batch if part.is_write)):
@@ -343,136 +428,7 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-# --- Samples ---
-
-
-class Shape(NamedTuple):
-    """The sizes of a run's operations, chosen once from the drive's speed."""
-
-    max_in_flight_bytes: int
-    operation_bytes: int
-    chunk_elements: int
-    rate_bps: float
-
-
-class Request(NamedTuple):
-    """One measurement to take: `paths` are indices of the run's files."""
-
-    phase: str
-    traffic: Traffic
-    point: Point
-    paths: tuple[int, ...]
-    seconds: float
-    deadline_s: float
-    max_bytes: int | None = None
-    with_timeline: bool = False
-
-
-class Bench:
-    """The files, memory and allowance of a run; takes samples of them."""
-
-    def __init__(
-        self,
-        files: Sequence[ScratchFile],
-        *,
-        in_memory: Sequence[bool],
-        allowance: WriteAllowance,
-        memory: RandomMemory,
-        started_s: float,
-    ) -> None:
-        self.files = files
-        self.allowance = allowance
-        self.refusals: dict[Point, str] = {}
-        self.direct_reasons: dict[int, str] = {}
-        self._in_memory = in_memory
-        self._memory = memory
-        self._started_s = started_s
-
-    def sample(self, request: Request, shape: Shape) -> Sample | None:
-        """Take a sample; None when the engine refuses the point (see `refusals`) or nothing could be counted in time.
-
-        Raises AioError when an operation fails.
-        """
-        try:
-            engine = AioEngine(**request.point.to_json())
-        except ConfigError as error:
-            self.refusals[request.point] = error.allowed
-            return None
-        try:
-            engine.register_parts(self._memory.bytes)  # as training does with its buffers
-            opened = [self._open(engine, index) for index in request.paths]
-            return self._measure(request, shape, engine, opened)
-        finally:
-            engine.close(cancel=True)
-
-    def _open(self, engine: AioEngine, index: int) -> AioFile:
-        self.files[index].check()
-        file = engine.open(self.files[index].path)
-        if engine.backend is not AioBackend.AIOFILES:  # files of that backend never are
-            self.direct_reasons.setdefault(index, file.direct_reason)
-        return file
-
-    def _measure(
-        self, request: Request, shape: Shape, engine: AioEngine, opened: Sequence[AioFile]
-    ) -> Sample | None:
-        files = [self.files[index] for index in request.paths]
-        handles = zip(request.paths, opened, strict=True)
-        cached = [self.files[i] for i, handle in handles if not handle.direct and not self._in_memory[i]]
-        for file in cached:
-            file.drop_cache()
-        max_bytes = request.max_bytes
-        if cached and max_bytes is None:
-            # The page cache takes writes far faster than the drive: its content has to be written out.
-            max_bytes = int(shape.rate_bps * request.seconds)
-        workload = self._workload(request, shape, files)
-        started_s = time.monotonic()
-        is_whole = bool(cached) or request.with_timeline
-        limits = Limits(request.seconds, request.deadline_s, max_bytes, is_counted_whole=is_whole)
-        count = Pump(engine, opened, workload, self.allowance).run(limits)
-        sync_s = _sync(opened) if count.bytes_written and is_whole else None
-        if cached and count.is_running:
-            count.end(time.monotonic())
-        if not count.latencies_s or count.seconds <= 0.0:
-            return None
-        p50, p99 = np.percentile(count.latencies_s, (50, 99)).tolist()
-        return Sample(
-            phase=request.phase,
-            traffic=request.traffic.value,
-            point=request.point,
-            paths=request.paths,
-            direct=all(handle.direct for handle in opened),
-            started_s=started_s - self._started_s,
-            seconds=count.seconds,
-            bytes_read=count.bytes_read,
-            bytes_written=count.bytes_written,
-            operation_bytes=workload.operation_bytes,
-            num_operations=len(count.latencies_s),
-            latency_p50_s=p50,
-            latency_p99_s=p99,
-            latency_max_s=max(count.latencies_s),
-            cpu_s=count.cpu_s,
-            timeline=buckets(count.timeline) if request.with_timeline else (),
-            sync_s=sync_s,
-        )
-
-    def _workload(self, request: Request, shape: Shape, files: Sequence[ScratchFile]) -> Workload:
-        if request.traffic is Traffic.MIXED:
-            return OptimizerStep(files, num_elements=shape.chunk_elements, memory=self._memory)
-        return Sequential(
-            files,
-            is_write=request.traffic is Traffic.WRITE,
-            operation_bytes=max(shape.operation_bytes, request.point.block_size),
-            in_flight_bytes=request.point.in_flight_bytes,
-            memory=self._memory,
-        )
-
-
-def _sync(opened: Sequence[AioFile]) -> float:
-    """Return the seconds until everything written is on stable storage."""
-    begun_s = time.monotonic()
-    for handle in opened:
-        handle.sync()
-    return time.monotonic() - begun_s
+# --- What a sample keeps ---
 
 
 def buckets(timeline: Sequence[tuple[float, int]], num_buckets: int = 120) -> tuple[tuple[float, int], ...]:

@@ -1,17 +1,21 @@
-"""The answer of `offloadzero plan`: the plan, the bytes beside it, whether both fit, and a change that would."""
+"""The answer of `offloadzero plan`: the named model, its plan, the bytes beside it, whether all fits, what would."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel
@@ -20,24 +24,24 @@ from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
-from offloadzero.planning.engine_plan import goes_by_time
-from offloadzero.planning.fit import (
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.engine_plan import (
     Beside,
     Change,
-    Memory,
     More,
     Source,
     Verdict,
+    goes_by_time,
     judge,
     memory_with,
     needed,
     smallest_change,
 )
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.hardware import Hardware, Memory
+from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, free_disk_bytes, nearest_directory
-from offloadzero.planning.memory_plan import format_bytes, nvme_bytes_with_waiting, waits_on_nvme
-from offloadzero.planning.model.shapes import MAX_LAYERS
+from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_nvme
+from offloadzero.planning.model.shapes import MAX_LAYERS, PUBLISHED, ModelShape, read_shape
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
@@ -387,3 +391,140 @@ def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_dis
 def drive_of(path: Path) -> int:
     """Return the filesystem of a directory, or the one that it would be made on, by `st_dev`."""
     return os.stat(nearest_directory(path)).st_dev
+
+
+KEY = "--model"
+_POSITIONS = re.compile(r"(^|\.)(wpe|[a-z_]*position[a-z_]*)$")  # the names of tables in transformers
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model named by `--model`: `build` makes it on torch's default device."""
+
+    text: str
+    build: Callable[[], nn.Module]
+    shape: ModelShape | None = None
+    num_positions: int = 0  # the most tokens of a sample, as its configuration says; 0: it says none
+
+    @staticmethod
+    def of_shape(shape: ModelShape) -> ModelSource:
+        """Return the source of a shape."""
+        return ModelSource(str(shape), shape.build, shape)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of equal blocks, of a model of a shape; of another 0, which says nothing."""
+        return self.shape.num_layers if self.shape is not None and self.build == self.shape.build else 0
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether it has a table of positions, beyond which there are none. Rotary ones have no such end."""
+        if self.shape is not None:
+            return bool(self.shape.num_positions)
+        tables = (name for name, one in self.on_meta().named_modules() if isinstance(one, nn.Embedding))
+        return any(_POSITIONS.search(name) for name in tables)
+
+    def on_meta(self, num_blocks: int = 0) -> nn.Module:
+        """Make the model without its numbers: [Note: a model that is nowhere].
+
+        With another number of blocks where one is given, which a model of a shape allows.
+        """
+        build = self.build
+        if self.shape is not None and num_blocks not in (0, self.shape.num_layers):
+            build = replace(self.shape, num_layers=num_blocks).build
+        with torch.device("meta"), _NoNumbers():
+            return build()
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Draws no random numbers for tensors that have no memory: torch would load its compiler to do nothing."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def read_model(text: str) -> ModelSource:
+    """Read a shape, a config.json of transformers (or its directory), or `module:function`. Raises ConfigError."""
+    shape = read_shape(KEY, text)
+    if shape is not None:
+        return ModelSource(text, shape.build, shape, shape.num_positions)
+    if os.path.exists(text):
+        return _of_transformers(text)
+    module, _, function = text.partition(":")
+    if not (module.replace(".", "").isidentifier() and function.isidentifier()):
+        allowed = (
+            "a shape (llama:13b, gpt:10b, hidden/layers/heads/vocabulary), the path of a config.json of transformers, "
+            "or module:function"
+        )
+        raise ConfigError(KEY, text, allowed, known_values=PUBLISHED)
+    return ModelSource(text, _of_function(text, module, function))
+
+
+def _of_transformers(path: str) -> ModelSource:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(KEY, path, "transformers, which reads it, is not installed here") from error
+    models: Any = transformers
+    try:
+        config = models.AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # its checks of the fields raise any error
+        raise ConfigError(KEY, path, f"transformers does not read it: {_reason(error)}") from error
+
+    def build() -> nn.Module:
+        try:
+            model: nn.Module = _build_of_transformers(models, config)
+        except Exception as error:  # any error of a model's constructor for wrong sizes
+            raise ConfigError(KEY, path, f"transformers does not build it: {_reason(error)}") from error
+        return model
+
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return ModelSource(path, build, num_positions=positions if isinstance(positions, int) else 0)
+
+
+def _build_of_transformers(models: Any, config: Any) -> Any:
+    """Make the class that the file names, or the one of its type, with logits where the architecture has them."""
+    for name in config.architectures or ():
+        named = getattr(models, name, None)
+        if isinstance(named, type) and issubclass(named, nn.Module):
+            return named._from_config(config)  # type: ignore[attr-defined]  # as each auto class does
+    causal = type(config) in models.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = models.AutoModelForCausalLM if causal else models.AutoModel
+    return auto.from_config(config)
+
+
+def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Module]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except (Exception, SystemExit) as error:  # the module's own code runs here
+        reason = error if isinstance(error, ImportError) else _reason(error)
+        raise ConfigError(KEY, text, f"{module} cannot be imported from {Path.cwd()}: {reason}") from error
+    if not callable(found):
+        raise ConfigError(KEY, text, f"{module} has no function {function}")
+
+    def build() -> nn.Module:
+        try:
+            model = found()
+        except (Exception, SystemExit) as error:
+            allowed = f"a function without arguments that returns the model; it raised {_reason(error)}"
+            raise ConfigError(KEY, text, allowed) from error
+        if not isinstance(model, nn.Module):
+            raise ConfigError(KEY, text, f"a function that returns an nn.Module, not {type(model).__name__}")
+        return model
+
+    return build
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's text on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

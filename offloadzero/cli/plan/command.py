@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             save_json(args.json, result)
     if args.html:
-        from offloadzero.cli.plan.page import PAGE, plan_data
+        from offloadzero.cli.plan.report import PAGE, plan_data
 
         save_text(args.html, make_page(PAGE, plan_data(report)))
         if args.json != "-":
@@ -241,12 +241,10 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     drives that the configuration names.
     """
     from offloadzero.cli.plan import measure
-    from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory
-    from offloadzero.cli.plan.model import read_model
+    from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory, read_model
     from offloadzero.engine.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
-    from offloadzero.planning.fit import Memory
-    from offloadzero.planning.hardware import read_hardware
+    from offloadzero.planning.hardware import Memory, read_hardware
 
     model = read_model(args.model)
     if model.shape is None:

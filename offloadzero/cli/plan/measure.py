@@ -39,26 +39,28 @@ from torch import nn
 from offloadzero.cli.bench.adam import Records
 from offloadzero.cli.bench.nvme import measure_paths
 from offloadzero.cli.output import Progress
-from offloadzero.cli.plan.answer import drive_bytes, drive_of
-from offloadzero.cli.plan.beside import copies_beside, drive_beside, updates_beside
+from offloadzero.cli.plan.answer import ModelSource, drive_bytes, drive_of
 from offloadzero.cli.plan.computation import (
     NotMeasuredError,
     best_s,
     block_micro_batch,
     block_rates,
+    copies_beside,
     cores_s,
+    drive_beside,
     micro_batch_rates,
+    updates_beside,
 )
-from offloadzero.cli.plan.model import ModelSource
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
-from offloadzero.observe.run_dir import STEPS_FILE
-from offloadzero.planning.fit import Memory
+from offloadzero.observe.monitor import STEPS_FILE
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.hardware import (
     Hardware,
+    Memory,
     describe,
     keep,
     keep_model,
@@ -74,8 +76,7 @@ from offloadzero.planning.machine import (
     nearest_directory,
     usable_cores,
 )
-from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.step.forecast import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 
@@ -90,14 +91,10 @@ _OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minute
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
     """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
     found = memory_only(device_name, paths) if fresh else without_measuring(device_name, paths)
-    # Measuring takes memory, which was looked at before.
     if found.rates == Rates():
+        # Measuring takes memory, which was looked at before.
         found = replace(found, rates=measure(find_device(device_name), paths))
-    elif found.device_is_cpu and not found.rates.holds:  # kept by a version that did not measure it
-        found = replace(found, rates=_completed(found.rates, paths))
-    else:
-        return found
-    _keep(partial(keep, found))
+        _keep(partial(keep, found))
     return found
 
 
@@ -137,7 +134,7 @@ def with_model(
     block = found.rates.flops[name]
     device = find_device(device_name)
     # What this process holds by now is not free to it, as it is to the training that is planned.
-    on_device, on_host = device.free_bytes(), available_host_bytes()
+    on_device = device.free_bytes()
     progress = Progress(MODEL_S)
     try:
         _say_if_busy(progress, "the model's computation")  # its time on a clock is kept, too
@@ -148,15 +145,12 @@ def with_model(
             dtype,
             micro_batch=micro_batch,
             sequence=sequence,
-            room=on_host if on_device is None else on_device,
-            host_room=None if on_device is None else on_host,
+            room=available_host_bytes() if on_device is None else on_device,
             block=Computation(block, found.rates.gradient_flops.get(name, block)),
         )
     except NotMeasuredError as error:
         progress.say(f"The model's own computation is not measured, a standard block's is taken: {error}")
         return found
-    finally:
-        progress.close()
     _keep(partial(keep_model, found, key, computed))
     return with_rates_of(found, key, computed)
 
@@ -258,20 +252,7 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
             f"{device.name()} has too little free memory to be measured, {format_bytes(device.free_bytes() or 0)}: "
             "another process may hold it. `--no-time` plans the bytes without measuring"
         ) from error
-    finally:
-        progress.close()
     return rates
-
-
-def _completed(rates: Rates, paths: Sequence[Path]) -> Rates:
-    """Add what was not measured yet: [Note: work beside the computation]."""
-    progress = Progress(PROBE_S / 3)
-    try:
-        _say_if_busy(progress, "its computation and its drive")
-        progress.phase("work beside the computation")
-        return rates_beside(rates, paths)
-    finally:
-        progress.close()
 
 
 def _say_if_busy(progress: Progress, what: str) -> None:

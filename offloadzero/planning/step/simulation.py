@@ -37,8 +37,7 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.step.lanes import Choice, Outcome, Queue, Speeds, Tasks, simulate
-from offloadzero.planning.step.rates import THROUGH_HOST_MEMORY
-from offloadzero.planning.step.work import Lanes, StepWork, UnitUse
+from offloadzero.planning.step.work import THROUGH_HOST_MEMORY, Lanes, StepWork, UnitUse
 
 NUM_STEPS, MAX_STEPS = 3, 24  # that are simulated at first, and at most
 ALIKE = 0.002  # the share by which two steps in turn may differ

@@ -50,7 +50,7 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.inputs import INPUTS_AHEAD
+from offloadzero.planning.homes import INPUTS_AHEAD
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.model.trace import CallInputs
 from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
@@ -65,6 +65,10 @@ WEIGHTS, NEAR_WEIGHTS, UPDATES, ORDERS = "weights", "near_weights", "updates", "
 GRADIENTS, NEAR_GRADIENTS, FAR_GRADIENTS = "gradients", "near_gradients", "far_gradients"
 # Their bytes are those of parameters and gradients; others are some bytes in host memory.
 OF_TENSORS = (WEIGHTS, NEAR_WEIGHTS, UPDATES, GRADIENTS, NEAR_GRADIENTS, FAR_GRADIENTS)
+
+NVME_MIXED = "nvme"  # [Note: one drive for both directions]
+LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes between ranks]
+THROUGH_HOST_MEMORY = (H2D, D2H, UPDATE, LANDING, NVME_READ, NVME_WRITE)
 
 Lanes = Mapping[str, float]  # bytes, bytes per second or seconds, by lane
 Collective = tuple[str, str, int]  # purpose, kind, bytes
