@@ -83,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines_of(facts: Facts, found: Sequence[Finding]) -> list[str]:
-    """Return the findings as lines of text."""
     lines = [
         f"{facts.device or 'the CPU'} as the device, {facts.usable_cores} cores with {facts.isa} kernels, "
         f"{facts.memory_bytes / 2**30:.1f} GiB of memory, file engine {facts.file_engine}"
@@ -148,7 +147,6 @@ def find_facts(
 
 
 def find_drive(path: str, engine: Any, *, with_rates: bool) -> Drive:
-    """Collect the facts of the drive under a directory."""
     from offloadzero.cli.bench.traffic import ScratchFile
 
     described = describe_path(path)
@@ -210,8 +208,6 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact that could be better."""
-
     what: str
     costs: str
     mend: str | None  # a command, or words where no command does it
@@ -234,8 +230,6 @@ class Drive:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a machine."""
-
     usable_cores: int  # by this process, by its affinity
     machine_cores: int
     isa: str

@@ -66,12 +66,10 @@ def check_output(key: str, path: str | None) -> None:
 
 
 def save_json(path: str, value: Mapping[str, Any]) -> None:
-    """Write a result as JSON. Raises AioError."""
     save_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def save_text(path: str, text: str) -> None:
-    """Write a text. Raises AioError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -113,7 +111,6 @@ class Progress:
         self._last_line_s = 0.0
 
     def phase(self, name: str) -> None:
-        """Begin a new phase."""
         self._phase = name
         self._line("")
 

@@ -61,7 +61,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status. Raises OffloadError."""
     directory = Path(args.run_dir)
     output = args.output or str(directory / "report.html")
     description = load_json(
@@ -148,7 +147,6 @@ def read_steps(path: Path) -> tuple[list[Record], int]:
 
 
 def _text(path: Path) -> str:
-    """Read a file. Raises AioError."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -240,7 +238,6 @@ def _median(values: Iterable[float]) -> float:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return one sentence of summary."""
     if not records:
         return "No step has been recorded yet."
     shown = steady(records)
@@ -351,7 +348,6 @@ def has_enough(planned: PlannedStep, records: Sequence[Record]) -> bool:
 
 
 def compared_lines(found: Comparison) -> list[str]:
-    """Return the sentence and the table by lane."""
     header = ["lane", "bytes forecast", "measured", "seconds forecast", "measured"]
     of_bytes, of_seconds = (found.forecast_bytes, found.num_bytes), (found.planned.lanes_s, found.lanes_s)
     rows = [

@@ -59,7 +59,6 @@ class Bound:
     lanes_s: Mapping[str, float]
 
     def efficiency(self, step_s: float) -> float:
-        """T_bound / T_step, the overlap efficiency."""
         return self.seconds / step_s if step_s > 0 else 0.0
 
 
@@ -102,7 +101,6 @@ class BestRates:
         self.by_lane: dict[str, float] = {}
 
     def learn(self, uses: Mapping[str, LaneUse]) -> None:
-        """Take in one step's rates."""
         for lane, use in uses.items():
             if use.busy_s > 0:
                 rate = use.num_bytes / use.busy_s if use.best_rate is None else use.best_rate
@@ -154,12 +152,10 @@ class StepReport:
 
     @property
     def total_wait_s(self) -> float:
-        """Seconds lost in all waits of the step."""
         return sum(self.waits_s.values())
 
     @property
     def efficiency(self) -> float | None:
-        """The overlap efficiency, T_bound / T_step; None without a bound."""
         return None if self.bound is None else self.bound.efficiency(self.step_s)
 
     @property

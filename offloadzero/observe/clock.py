@@ -74,7 +74,6 @@ class StepClock:
         self._stream: StreamClock | None = None
 
     def follow(self, marks: Marks) -> None:
-        """Count the time of the streams that compute from now on."""
         self._stream = StreamClock(marks, self.timeline)
         if self.timeline.is_on:
             self.timeline.stream = self._stream
@@ -97,13 +96,11 @@ class StepClock:
             self._waits_s[name] = self._waits_s.get(name, 0.0) + end_s - start_s
 
     def restart(self) -> None:
-        """Begin the first step now."""
         self._started_s = time.perf_counter()
         if self._stream is not None:
             self._stream.restart()
 
     def finish_step(self, step: int) -> None:
-        """Close the account of this step."""
         if self._on_end is not None:
             self._on_end()
         if self._stream is not None:
@@ -170,8 +167,6 @@ class Marks(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """The time between two marks."""
-
     lane: str
     name: str
     first: Mark
@@ -194,7 +189,6 @@ class StreamClock:
         self._unnamed: list[_Entry] = []  # parts of the present computation, cut by waits
 
     def restart(self) -> None:
-        """Begin the first step now."""
         with self._lock:
             self._entries.clear()
             self._waits_s.clear()
@@ -240,7 +234,6 @@ class StreamClock:
             self._append(_Entry(WAIT, name, first, last))
 
     def finish_step(self, step: int) -> None:
-        """Note that a step has been launched."""
         with self._lock:
             last = self._close("step")
             self._append(_Entry(_STEP, "", self._began, last, step))
@@ -317,6 +310,5 @@ class StreamWaiting:
 
     def __exit__(self, *exception: object) -> None:
         self._clock.end_wait(self._name, self._begun)
-        self._timeline.waited_s += (
-            time.perf_counter() - self._start_s
-        )  # of the thread: no Python of the hooks
+        # Of the thread: no Python of the hooks.
+        self._timeline.waited_s += time.perf_counter() - self._start_s

@@ -51,7 +51,6 @@ class PlannedStep:
     parts_s: Mapping[str, float] = field(default_factory=dict)  # by the work that shares the cores, if alone
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that a run directory keeps."""
         return asdict(self)
 
 
@@ -68,7 +67,6 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The step's time over its forecast."""
         return self.step_s / self.planned.seconds
 
     @property

@@ -80,9 +80,7 @@ class StepMonitor:
         self.timeline = Timeline(is_on=self.is_on)
         self._rates = bound.BestRates()
         self._losses: list[ReadLoss] = []
-        self._launched: deque[_Launched] = (
-            deque()
-        )  # the steps that have not run yet; reports come in their order
+        self._launched: deque[_Launched] = deque()  # steps that have not run; reports come in their order
         self._finished: _Finished | None = None
         self._read_collectives: ReadCollectives = dict
         self._collectives: Mapping[str, CollectiveCount] = {}  # when the last step ended
@@ -118,7 +116,6 @@ class StepMonitor:
 
     @property
     def wants_loss(self) -> bool:
-        """Whether losses are recorded."""
         return self._directory is not None
 
     def add_loss(self, read: ReadLoss) -> None:
@@ -266,7 +263,6 @@ _TRACKS_PER_LANE = 1000
 
 
 def trace_file_name(step: int) -> str:
-    """Return the name of the trace of a step."""
     return TRACE_FILES.replace("*", str(step))
 
 
@@ -292,12 +288,10 @@ class RunDirectory:
         (self.path / RUN_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
     def write_forecast(self, forecast: Mapping[str, Any]) -> None:
-        """Write the forecast of the run's step."""
         value = {"format": FORECAST_FORMAT, "format_version": FORMAT_VERSION, **forecast}
         (self.path / FORECAST_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
     def write_step(self, record: Mapping[str, Any]) -> None:
-        """Write one step's line."""
         with (self.path / STEPS_FILE).open("a", encoding="utf-8") as steps:
             steps.write(json.dumps(record, allow_nan=False) + "\n")
 

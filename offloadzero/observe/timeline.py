@@ -133,7 +133,6 @@ class Timeline:
     # --- the training thread ---
 
     def waited(self, name: str, start_s: float, end_s: float) -> None:
-        """Record a named wait of the training thread."""
         if self.is_on:
             self.add(WAIT, name, start_s, end_s)
             self.waited_s += end_s - start_s

@@ -47,7 +47,8 @@ from offloadzero.planning.memory_plan import (
     keeps_gradients,
     plan_memory,
 )
-from offloadzero.planning.placement import StepTimer, choose_placement, fastest_placement
+from offloadzero.planning.placement import choose_placement, fastest_placement, trace_by_size
+from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.group import Group
 from offloadzero.update.records import Record
@@ -137,11 +138,20 @@ def plan_records(
         # With one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
         record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
     needs: Needs = {"together": together, "form": form, "num_checkpointed": num_checkpointed}
-    placement, choice, timer = None, tuple[str, ...](), None
-    if config.placement.auto and hardware is not None and uses is not None and goes_by_time(config):
+    placement, choice = None, tuple[str, ...]()
+    trace = None
+    if goes_by_time(config) and hardware is not None and uses is not None:
         num_tokens = config.placement_tokens or 0
-        timer = StepTimer(records, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
-        seconds_of = partial(_seconds_where_there_is_room, timer, available)
+        trace = trace_by_size(records, config, uses=uses, num_tokens=num_tokens)
+
+        def seconds_of(plan: MemoryPlan) -> float:
+            """Simulate a step; inf where a rate is not known, or the machine has less than the budgets."""
+            if any(sum(needs.values()) > free for _, needs, free in _needs_by_memory(plan, available)):
+                return inf
+            step = plan_step(records, plan, config, uses=uses, trace=trace)
+            simulation = hardware.simulated(step)
+            return inf if simulation is None else simulation.seconds
+
         found = fastest_placement(records, config, available, seconds_of=seconds_of, **needs)
         placement, choice = found.placement, tuple(found.lines(num_tokens))
     elif config.placement.auto:
@@ -149,19 +159,11 @@ def plan_records(
         if config.is_of_several and config.placement_tokens is not None:
             choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
     plan = plan_memory(records, config, placement=placement, **needs)
-    if timer is not None and not choice and timer.unknown(plan):
-        lanes = ", ".join(timer.unknown(plan))
-        choice = (f"{GOES_BY_BYTES}no rate of {lanes} is known of this machine.",)
+    if trace is not None and not choice and hardware is not None and uses is not None:
+        unknown = hardware.forecast(plan_step(records, plan, config, uses=uses, trace=trace)).unknown
+        if unknown:
+            choice = (f"{GOES_BY_BYTES}no rate of {', '.join(unknown)} is known of this machine.",)
     return replace(plan, choice=choice)
-
-
-def _seconds_where_there_is_room(
-    timer: StepTimer, available: Mapping[TierName, int], plan: MemoryPlan
-) -> float:
-    """Time a plan; inf where the machine has less than it takes, though the budgets have as much."""
-    if any(sum(needs.values()) > free for _, needs, free in _needs_by_memory(plan, available)):
-        return inf
-    return timer.seconds(plan)
 
 
 def goes_by_time(config: OffloadConfig) -> bool:
@@ -222,9 +224,8 @@ NVME_PATH = "offload-files"  # where no directory is configured
 SMALL_CHUNK = COMPACT_CHUNK_MULTIPLE  # elements; the fp32 layout accepts it, too
 MAX_BUDGET = 1 << 60
 ENOUGH = "The smallest budgets that are enough"
-MAX_BESIDE_BUDGETS = (
-    2  # steps that are tried together with raised budgets: a search of its own for each of them
-)
+# Steps that are tried together with raised budgets: a search of its own for each of them.
+MAX_BESIDE_BUDGETS = 2
 
 Keys = Mapping[str, object]  # dotted keys of the JSON and their new values
 Source = Mapping[str, Any]  # the JSON
@@ -261,7 +262,6 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the run can start."""
         return not self.refusal and not self.short
 
 
@@ -292,7 +292,6 @@ def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, i
 
 
 def judge(plan: MemoryPlan, beside: Beside, memory: Memory) -> Verdict:
-    """Compare a plan with a machine."""
     has = {TierName.DEVICE: memory.device, TierName.HOST: memory.host, TierName.NVME: memory.nvme or 0}
     short = {}
     for tier, num_bytes in needed(plan, beside, memory).items():
@@ -303,7 +302,6 @@ def judge(plan: MemoryPlan, beside: Beside, memory: Memory) -> Verdict:
 
 
 def memory_with(memory: Memory, more: More) -> Memory:
-    """Return a machine with so many more bytes."""
     device = None if memory.device is None else memory.device + more.get(TierName.DEVICE, 0)
     drive = more.get(TierName.NVME)
     nvme = (memory.nvme or 0) + drive if drive else memory.nvme

@@ -252,7 +252,6 @@ class InputPlan:
     nvme: int
 
     def tier_bytes(self, tier: TierName) -> int:
-        """The bytes of inputs in `tier`."""
         return {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.NVME: self.nvme}[tier]
 
 
@@ -315,7 +314,6 @@ class RankBytes:
 
     @property
     def formula(self) -> float:
-        """The sum by the formula."""
         return self.params + self.grads + self.states
 
     @property
@@ -324,7 +322,6 @@ class RankBytes:
         return self.total - self.formula - self.whole
 
     def text(self) -> str:
-        """The parts, in a line for people."""
         parts = {"parameters": self.params, "gradients": self.grads, "states": self.states}
         by_formula = " + ".join(f"{name} {format_bytes(round(size))}" for name, size in parts.items())
         beyond = {"parameters that are not divided": self.whole, "padding": self.padding}

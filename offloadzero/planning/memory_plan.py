@@ -95,7 +95,6 @@ class MemoryPlan:
     choice: tuple[str, ...] = ()  # sentences on how "auto" has chosen by time, and what would be slower
 
     def tier_bytes(self, tier: TierName) -> int:
-        """All bytes that are reserved in `tier`."""
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
@@ -121,7 +120,6 @@ class MemoryPlan:
         return sum(line.num_bytes for line in self.lines if line.what == kept and not line.tier.is_device)
 
     def table(self) -> str:
-        """Return a table of the bytes per tier."""
         rows = []
         for tier in TierName:
             total = self.tier_bytes(tier)
@@ -200,8 +198,6 @@ def keeps_gradients(config: OffloadConfig) -> bool:
 
 
 class _Sheet:
-    """Adds up the lines of a table."""
-
     def __init__(self) -> None:
         self.lines: list[PlanLine] = []
 

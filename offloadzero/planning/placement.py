@@ -57,11 +57,9 @@ from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
-from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.memory_plan import MemoryPlan, Needs, keeps_gradients, plan_memory
 from offloadzero.planning.model.trace import MicroBatchTrace
-from offloadzero.planning.step.forecast import Step, plan_step
 from offloadzero.planning.step.work import Uses, used_elements
 from offloadzero.ranks.shard import keeps_params_on_device
 from offloadzero.update.records import Record
@@ -160,7 +158,6 @@ def describe_placement(records: Sequence[Record], placement: Placement) -> str:
 
 
 def segments_of(record: Record) -> list[tuple[int, SegmentKind]]:
-    """Return the segments of a record that have a home to choose."""
     kinds = (*record.layout(), *([SegmentKind.GRAD] if record.num_trainable else []))
     return [(record.index, kind) for kind in kinds]
 
@@ -258,46 +255,24 @@ DEVICE_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _NAMES = {SegmentKind.PARAM: "parameters", SegmentKind.GRAD: "gradients", SegmentKind.STATES: "states"}
 
 
-class StepTimer:
-    """Simulates a step with one plan or another of the same records, before the model has been called.
+def trace_by_size(
+    records: Sequence[Record], config: OffloadConfig, *, uses: Uses, num_tokens: int
+) -> MicroBatchTrace:
+    """Return a micro batch of so many tokens as far as sizes tell, before the model has been called.
 
-    Operations follow from the sizes: 2 for each parameter and token in the forward, 4 in backward, and 2 more where a
-    forward is run again. Attention is left out, and so are the inputs of checkpointed units, which are the same for
-    each plan. Of experts all are counted, though a token reaches a few.
+    Its operations are 2 for each parameter and token in the forward, 4 in backward, and 2 more where a forward is run
+    again. Attention is left out, and so are the inputs of checkpointed units, which are the same for each plan. Of
+    experts all are counted, though a token reaches a few.
     """
-
-    def __init__(
-        self,
-        records: Sequence[Record],
-        config: OffloadConfig,
-        *,
-        uses: Uses,
-        hardware: Hardware,
-        num_tokens: int,
-    ) -> None:
-        """Prepare for micro batches of `num_tokens`."""
-        self._records, self._config, self._uses, self._hardware = records, config, uses, hardware
-        forward_flops = 2 * num_tokens * used_elements(records, uses)
-        recomputed = forward_flops if config.activation_checkpoints is not None else 0
-        self._trace = MicroBatchTrace(
-            num_tokens=num_tokens,
-            forward_flops=forward_flops,
-            backward_flops=2 * forward_flops + recomputed,
-            kept_bytes=0,
-            peak_bytes=0,
-        )
-
-    def seconds(self, plan: MemoryPlan) -> float:
-        """Return the seconds of a step with a plan; inf: a rate is not known."""
-        found = self._hardware.simulated(self._step(plan))
-        return inf if found is None else found.seconds
-
-    def unknown(self, plan: MemoryPlan) -> tuple[str, ...]:
-        """Return the lanes of a step with a plan whose rates are not known."""
-        return self._hardware.forecast(self._step(plan)).unknown
-
-    def _step(self, plan: MemoryPlan) -> Step:
-        return plan_step(self._records, plan, self._config, uses=self._uses, trace=self._trace)
+    forward_flops = 2 * num_tokens * used_elements(records, uses)
+    recomputed = forward_flops if config.activation_checkpoints is not None else 0
+    return MicroBatchTrace(
+        num_tokens=num_tokens,
+        forward_flops=forward_flops,
+        backward_flops=2 * forward_flops + recomputed,
+        kept_bytes=0,
+        peak_bytes=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -309,7 +284,6 @@ class Tried:
     homes: frozenset[tuple[tuple[int, SegmentKind], TierName]]
 
     def text(self) -> str:
-        """Return both in words."""
         return f"{filling_text(self.filling)}: {duration_text(self.seconds)}"
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from math import inf
 from typing import Any
 
 import pytest
@@ -25,12 +26,12 @@ from offloadzero.planning.placement import (
     BY_BYTES,
     Filling,
     FoundPlacement,
-    StepTimer,
     choose_placement,
     fastest_placement,
     filling_text,
+    trace_by_size,
 )
-from offloadzero.planning.step.forecast import Rates
+from offloadzero.planning.step.forecast import Rates, plan_step
 from offloadzero.planning.step.work import Uses
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
@@ -122,8 +123,13 @@ def test_where_nothing_fits_the_refusal_is_that_of_the_order_by_bytes() -> None:
 def timed(units: list[Record], config: OffloadConfig, rates: Rates, num_tokens: int) -> FoundPlacement:
     uses = Uses(tuple(range(len(units))), tuple(reversed(range(len(units)))))
     hardware = Hardware(memory=Memory(host=GIB, device=GIB, nvme=GIB), rates=rates, num_cores=8)
-    timer = StepTimer(units, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
-    return fastest_placement(units, config, PLENTY, seconds_of=timer.seconds)
+    trace = trace_by_size(units, config, uses=uses, num_tokens=num_tokens)
+
+    def seconds_of(plan: MemoryPlan) -> float:
+        found = hardware.simulated(plan_step(units, plan, config, uses=uses, trace=trace))
+        return inf if found is None else found.seconds
+
+    return fastest_placement(units, config, PLENTY, seconds_of=seconds_of)
 
 
 @pytest.mark.usefixtures("told_apart")

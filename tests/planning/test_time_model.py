@@ -38,9 +38,10 @@ from offloadzero.planning.step.forecast import (
     Step,
     compute_seconds,
     forecast,
+    plan_step,
 )
 from offloadzero.planning.step.simulation import SimulatedStep
-from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, NVME_MIXED, StepTraffic, step_traffic
+from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, NVME_MIXED, StepTraffic
 from tests.support.tiny import settings
 
 LANES = (H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)
@@ -71,9 +72,9 @@ def traffic_of(model: str, **keys: Any) -> tuple[int, StepTraffic]:
     source = read_model(model)
     config = load_config(settings("/tmp", **keys))
     found = plan_model(source.on_meta(), config, available={TierName.HOST: 1 << 50})
-    return found.num_parameters, step_traffic(
-        found.records, found.plan, found.config, uses=uses_of(found.cut)
-    )
+    return found.num_parameters, plan_step(
+        found.records, found.plan, found.config, uses=uses_of(found.cut), trace=None
+    ).traffic
 
 
 @pytest.mark.parametrize(("layout", "update", "drive"), [("fp32", 26, 12), ("compact", 12.1, 5.07)])

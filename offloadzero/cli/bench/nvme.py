@@ -83,7 +83,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status. Raises OffloadError."""
     result = measure_paths(
         args.paths, size=args.size, time_text=args.time, write_limit=args.write_limit, json=args.json
     )
@@ -229,8 +228,6 @@ class Shape(NamedTuple):
 
 
 class _Run:
-    """The phases, one after the other."""
-
     def __init__(
         self,
         files: Sequence[ScratchFile],

@@ -78,7 +78,6 @@ def recommend(medians: Mapping[Point, float], backends: Sequence[str]) -> Point:
 
 
 def medians_by_point(rates: Iterable[tuple[Point, float]]) -> dict[Point, float]:
-    """Return the median rate of each point."""
     by_point: dict[Point, list[float]] = {}
     for point, rate in rates:
         by_point.setdefault(point, []).append(rate)
@@ -128,7 +127,6 @@ def chunk_elements(in_flight_bytes: int, file_bytes: int) -> int:
 
 
 def of_sweep(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
-    """Return the samples of the sweep."""
     return [sample for sample in samples if sample.traffic == traffic and sample.phase in SWEEP_PHASES]
 
 
@@ -284,7 +282,6 @@ def step_seconds(num_params: float, *, mixed_bps: float, sustained_write_bps: fl
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the result as text."""
     results = result["results"]
     lines = [*_heading(result), "", *_traffic_table(results["traffic"])]
     lines += ["", *_write_lines(results)]

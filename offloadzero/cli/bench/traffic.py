@@ -61,7 +61,6 @@ class Point:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes in the kernel at once."""
         return self.block_size * self.queue_depth
 
     def to_json(self) -> dict[str, Any]:
@@ -130,7 +129,6 @@ class ScratchFile:
         return os.fstat(self._file.fileno()).st_blocks * 512
 
     def open(self, engine: AioEngine) -> AioFile:
-        """Open it once more. Raises AioError."""
         name = os.path.join(self.directory, "(the benchmark's file)")
         return engine.open(f"/proc/self/fd/{self._file.fileno()}", name=name)
 
@@ -149,7 +147,6 @@ class ScratchFile:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give its space back."""
         self._file.close()
 
 

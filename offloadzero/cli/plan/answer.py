@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +87,6 @@ class Answer:
 
     @property
     def needed(self) -> dict[TierName, int]:
-        """The bytes of the run by the machine's tiers."""
         return needed(self.planned.plan, self.beside, self.memory)
 
     @property
@@ -127,7 +127,6 @@ class Planner:
         self._traces: dict[tuple[Any, ...], MicroBatchTrace | str] = {}
 
     def model(self) -> nn.Module:
-        """The model on the meta device."""
         if self._model is None:
             self._model = self.question.model.on_meta()
         return self._model
@@ -209,7 +208,6 @@ class Planner:
         return None
 
     def smallest_change(self, source: Source) -> Change:
-        """Return the change of a JSON that does not fit."""
         config = self._load(source)
         try:
             device_room = self.answer(source).device_room
@@ -262,14 +260,11 @@ def largest_model(question: Question, source: Source) -> ModelSource:
 
     if not fits(1):
         raise ConfigError("--largest", str(shape), "not even one block of this width fits: a smaller width")
-    low, high = 1, 2
+    high = 2
     while high < MAX_LAYERS and fits(high):
-        low, high = high, 2 * high
-    high = min(high, MAX_LAYERS + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return of(low)
+        high *= 2
+    low, high = high // 2, min(high, MAX_LAYERS + 1)
+    return of(low + bisect_left(range(low + 1, high), 1, key=lambda number: not fits(number)))
 
 
 def in_memory(paths: Sequence[Path]) -> list[str]:
@@ -408,7 +403,6 @@ class ModelSource:
 
     @staticmethod
     def of_shape(shape: ModelShape) -> ModelSource:
-        """Return the source of a shape."""
         return ModelSource(str(shape), shape.build, shape)
 
     @property
@@ -526,5 +520,4 @@ def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Modul
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's text on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -92,12 +92,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
     from offloadzero.cli.plan import measure
     from offloadzero.cli.plan import report as reports
-    from offloadzero.planning.cluster import is_cluster, read_cluster
+    from offloadzero.planning.cluster import find_cluster
     from offloadzero.update.spec import DTYPES
 
-    cluster = None
-    if args.hardware != THIS_MACHINE and is_cluster(args.hardware):
-        cluster = read_cluster("--hardware", args.hardware)
+    cluster = None if args.hardware == THIS_MACHINE else find_cluster("--hardware", args.hardware)
     _check(args, cluster)
     load = partial(load_config, world_size=args.ranks, elsewhere=args.hardware != THIS_MACHINE)
     load(args.config)  # checks it as a training does

@@ -230,7 +230,6 @@ def _smaller_shape(micro_batch: int, sequence: int, share: float) -> tuple[int, 
 
 
 def _grown(few: float, more: float, times: float) -> float:
-    """Return what grows by `more - few` that many times."""
     return few + (more - few) * times
 
 
@@ -337,8 +336,6 @@ Work = Callable[[float], float]  # works for so many seconds, and returns its by
 
 
 class DriveBeside(NamedTuple):
-    """A drive and a computation at the same time."""
-
     hold_s_per_byte: float  # by which the computation takes longer
     share: float  # of the drive's rate, that it has there
 

@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -63,7 +63,6 @@ from offloadzero.planning.hardware import (
     Memory,
     describe,
     keep,
-    keep_model,
     kept_hardware,
     model_key,
     with_rates_of,
@@ -94,7 +93,7 @@ def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool
     if found.rates == Rates():
         # Measuring takes memory, which was looked at before.
         found = replace(found, rates=measure(find_device(device_name), paths))
-        _keep(partial(keep, found))
+        _keep(found)
     return found
 
 
@@ -151,7 +150,7 @@ def with_model(
     except NotMeasuredError as error:
         progress.say(f"The model's own computation is not measured, a standard block's is taken: {error}")
         return found
-    _keep(partial(keep_model, found, key, computed))
+    _keep(found, key, computed)
     return with_rates_of(found, key, computed)
 
 
@@ -192,10 +191,10 @@ def _take_a_step(device: torch.device) -> None:
 # --- kept rates ---
 
 
-def _keep(keep_it: Callable[[], None]) -> None:
+def _keep(found: Hardware, key: str = "", computed: Computation | None = None) -> None:
     """Keep what was measured for the next time, which measures again where there is no place for it."""
     try:
-        keep_it()
+        keep(found, key, computed)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         print(f"The measurement is not kept for the next time: {error}", file=sys.stderr, flush=True)
 

@@ -77,7 +77,6 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether the run can start without a change."""
         return self.change is None
 
     # --- for people ---
@@ -90,7 +89,6 @@ class Report:
         return lines
 
     def answer_lines(self) -> list[str]:
-        """Return the others."""
         lines = ["", *self.verdict_lines()]
         if self.forecast is not None:
             lanes = text_table(LANE_HEADER, self.lane_rows(self.forecast))
@@ -98,7 +96,6 @@ class Report:
         return lines
 
     def head_line(self) -> str:
-        """Return the model in one line."""
         if self.answer is None:
             return self.model
         planned = self.answer.planned
@@ -146,7 +143,6 @@ class Report:
         yield from self.memory_notes()
 
     def memory_notes(self) -> Iterator[str]:
-        """Yield sentences about the bytes."""
         answer = self.answer
         if answer is None:
             return
@@ -238,7 +234,6 @@ class Report:
         return step.num_micro * step.trace.flops / found.seconds / 1e12
 
     def left_out(self) -> list[str]:
-        """Return what the forecast leaves out."""
         found = [] if self.cluster is None else [*self.cluster.left_out()]
         if self.answer is not None and self.step is not None:
             moved, config = self.step.traffic.lanes, self.answer.planned.config
@@ -246,7 +241,6 @@ class Report:
         return found
 
     def simulation_lines(self) -> Iterator[str]:
-        """Yield a sentence about the simulated step, if there is one."""
         found = self.forecast.simulated if self.forecast is not None else None
         if found is None:
             return
@@ -307,7 +301,6 @@ class Report:
     # --- for programs ---
 
     def to_json(self) -> dict[str, Any]:
-        """Return the whole report as JSON."""
         answer = self.answer
         found = asdict(self.forecast) if self.forecast is not None else {}
         simulation = found.pop("simulated", None)

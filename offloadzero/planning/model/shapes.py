@@ -25,9 +25,8 @@ from offloadzero.errors import ConfigError
 LLAMA, GPT = "llama", "gpt"
 MAX_HIDDEN, MAX_LAYERS, MAX_VOCABULARY = 1 << 17, 10_000, 1 << 22
 MIN_SIZE, MAX_SIZE = 1e6, 1e13
-_NEAR = (
-    0.2  # a shape that is further from a size is none of it: the embedding alone is larger than small sizes
-)
+# A shape that is further from a size is none of it: the embedding alone is larger than small sizes.
+_NEAR = 0.2
 _HEAD = 128
 _SIZE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([mbt])", re.ASCII)
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -59,7 +58,6 @@ class ModelShape:
         return Llama(self) if self.kind == LLAMA else Gpt(self)
 
     def count(self) -> int:
-        """Return the number of its parameters."""
         with torch.device("meta"):
             one, two = (
                 sum(param.numel() for param in replace(self, num_layers=number).build().parameters())
@@ -186,8 +184,6 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with grouped queries and rotary positions."""
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head = shape.hidden // shape.num_heads
@@ -214,8 +210,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaMlp(nn.Module):
-    """The gated MLP of a llama."""
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -295,8 +289,6 @@ class GptAttention(nn.Module):
 
 
 class GptMlp(nn.Module):
-    """The MLP of a gpt, with GELU by tanh."""
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.c_fc = nn.Linear(shape.hidden, shape.intermediate)

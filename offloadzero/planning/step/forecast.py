@@ -131,15 +131,6 @@ class Rates:
     host_memory: float | None = None
     collective_s: float | None = None  # seconds of a collective beside its bytes; None: they are left out
 
-    def with_computation(self, dtype: str, found: Computation, *, shares_cores: bool) -> Rates:
-        """Return these rates with the computation of one model's micro batch in the place of any block's."""
-        return replace(
-            self,
-            flops={**self.flops, dtype: found.forward},
-            gradient_flops={**self.gradient_flops, dtype: found.backward},
-            core_shares={**self.core_shares, dtype: found.core_share} if shares_cores else self.core_shares,
-        )
-
 
 @dataclass(frozen=True)
 class Step:
@@ -226,13 +217,11 @@ class Forecast:
     alone_s: float | None = None
     tokens: int | None = None  # of all ranks
     phases: tuple[Phase, ...] = ()  # in their order; together they take `seconds`
-    simulated: SimulatedStep | None = (
-        None  # None: not simulated, as with several ranks, or a rate is not known
-    )
+    # None: not simulated, as with several ranks, or a rate is not known.
+    simulated: SimulatedStep | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The tokens per second of the forecast step."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @property
@@ -316,7 +305,6 @@ class _StepOnMachine:
         self.step, self.rates, self.num_cores, self.device_is_cpu = step, rates, num_cores, device_is_cpu
 
     def rate(self, lane: str) -> float | None:
-        """Return the bytes per second of a lane."""
         rates, layout = self.rates, self.step.layout
         if self.device_is_cpu and lane in (H2D, D2H):
             return rates.copy
@@ -328,7 +316,6 @@ class _StepOnMachine:
         return found
 
     def compute_s(self, phase: str) -> float | None:
-        """Return the seconds of computation in a phase."""
         trace, rate = self.step.trace, self.rates.flops.get(self.step.dtype)
         if trace is None or trace.uncounted or rate is None:
             return None
@@ -344,9 +331,8 @@ class _StepOnMachine:
         traffic, rates = self.step.traffic, self.rates
         moved = dict(traffic.by_phase[phase])
         if not self.device_is_cpu and phase == BACKWARD and moved.get(LANDING):
-            moved[LANDING] -= (
-                traffic.measured_on_device
-            )  # at the speed of its memory, which an update also has
+            # At the speed of its memory, which an update also has.
+            moved[LANDING] -= traffic.measured_on_device
         lanes = {lane: _over(size, self.rate(lane)) for lane, size in moved.items() if size}
         for lane, num_starts in traffic.starts.get(phase, {}).items():
             seconds = lanes.get(lane)
