@@ -6,8 +6,8 @@ import functools
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest

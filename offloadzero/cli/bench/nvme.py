@@ -29,17 +29,17 @@ from offloadzero.cli.bench.results import (
 )
 from offloadzero.cli.bench.traffic import (
     MIB,
-    OptimizerStep,
+    NUM_CHUNKS_IN_FLIGHT,
     Point,
-    Pump,
     RandomMemory,
     Sample,
     ScratchFile,
-    Sequential,
     Traffic,
     Workload,
     WriteAllowance,
     buckets,
+    chunk_segments,
+    pump,
 )
 from offloadzero.cli.output import Progress, check_output, print_lines, read_seconds, save_json
 from offloadzero.config.reading.parse import read_num_bytes
@@ -457,8 +457,9 @@ class _Run:
         workload = self._workload(files, traffic, point)
         begun_s = time.monotonic()
         is_whole = bool(cached) or with_timeline
-        count = Pump(engine, opened, workload, self._allowance).run(
-            seconds,
+        count = pump(
+            *(engine, opened, workload, self._allowance),
+            seconds=seconds,
             deadline_s=self._started_s + self._end_s,
             max_bytes=max_bytes,
             is_counted_whole=is_whole,
@@ -495,15 +496,13 @@ class _Run:
         )
 
     def _workload(self, files: Sequence[ScratchFile], traffic: Traffic, point: Point) -> Workload:
+        operation_bytes = max(self._shape.operation_bytes, point.block_size)
+        segments = [(0, operation_bytes)]
+        # One more than fill the queue: the engine has the next at hand while Python handles the last.
+        num_slots = -(-point.in_flight_bytes // operation_bytes) + 1
         if traffic is Traffic.MIXED:
-            return OptimizerStep(files, num_elements=self._shape.chunk_elements, memory=self._memory)
-        return Sequential(
-            files,
-            is_write=traffic is Traffic.WRITE,
-            operation_bytes=max(self._shape.operation_bytes, point.block_size),
-            in_flight_bytes=point.in_flight_bytes,
-            memory=self._memory,
-        )
+            segments, num_slots = chunk_segments(self._shape.chunk_elements), NUM_CHUNKS_IN_FLIGHT
+        return Workload(files, traffic, segments=segments, num_slots=num_slots, memory=self._memory)
 
     def _scores(self, traffic: Traffic) -> dict[Point, float]:
         swept = results.of_sweep(self.samples, traffic)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import tempfile
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -192,9 +191,6 @@ class RandomMemory:
         return [self.bytes[i * buffer_bytes : (i + 1) * buffer_bytes] for i in range(num_buffers)]
 
 
-# --- Workloads: the sequences of operations in one slot ---
-
-
 class Transfer(NamedTuple):
     """One read or write; `buffer` is a part of the slot's."""
 
@@ -204,64 +200,39 @@ class Transfer(NamedTuple):
     buffer: Any
 
 
-class Workload(Protocol):
-    """Hands a slot its operations; a batch follows when the one before it is complete."""
+class Workload:
+    """Hands a slot its operations, in turn over the files; a batch follows when the one before it is complete.
 
-    buffers: list[Any]
-    operation_bytes: int
-
-    def next_batch(self, slot: int) -> list[Transfer]: ...
-
-
-class Sequential:
-    """Operations of one size that go through the files one after the other, in turn over the files."""
+    A batch is `segments` (offset and bytes each) that lie in a row. Of mixed traffic a slot reads those of a record and
+    then writes them: [Note: step traffic].
+    """
 
     def __init__(
         self,
         files: Sequence[ScratchFile],
+        traffic: Traffic,
         *,
-        is_write: bool,
-        operation_bytes: int,
-        in_flight_bytes: int,
+        segments: Sequence[tuple[int, int]],
+        num_slots: int,
         memory: RandomMemory,
     ) -> None:
-        smallest = min(file.num_bytes for file in files)
-        # One more than fill the queue: the engine has the next at hand while Python handles the last.
-        num_slots = -(-in_flight_bytes // operation_bytes) + 1
-        num_slots = max(min(num_slots, smallest // operation_bytes, len(memory.bytes) // operation_bytes), 1)
-        self.buffers = memory.cut(num_slots, operation_bytes)
-        self.operation_bytes = operation_bytes
-        self._files = files
-        self._is_write = is_write
-        self._turn = 0
-
-    def next_batch(self, slot: int) -> list[Transfer]:
-        index = self._turn % len(self._files)
-        self._turn += 1
-        offset = self._files[index].advance(self.operation_bytes)
-        return [Transfer(self._is_write, index, offset, self.buffers[slot])]
-
-
-class OptimizerStep:
-    """Reads a record's segments and writes them, with several records at once: [Note: step traffic]."""
-
-    def __init__(self, files: Sequence[ScratchFile], *, num_elements: int, memory: RandomMemory) -> None:
-        self._segments = chunk_segments(num_elements)
-        self._num_bytes = STATE_BYTES_PER_PARAM * num_elements
+        self._files, self._traffic, self._segments = files, traffic, segments
+        self._num_bytes = sum(size for _, size in segments)
+        self.operation_bytes = max(size for _, size in segments)
         fit = min(min(file.num_bytes for file in files), len(memory.bytes)) // self._num_bytes
-        self.buffers = memory.cut(max(min(NUM_CHUNKS_IN_FLIGHT, fit), 1), self._num_bytes)
-        self.operation_bytes = self._num_bytes // 3  # a moment, the largest part
-        self._files = files
+        self.buffers = memory.cut(max(min(num_slots, fit), 1), self._num_bytes)
         self._turn = 0
         self._reading: dict[int, tuple[int, int]] = {}
 
     def next_batch(self, slot: int) -> list[Transfer]:
         where = self._reading.pop(slot, None)
-        is_write = where is not None
+        is_write = where is not None or self._traffic is Traffic.WRITE
         if where is None:
             index = self._turn % len(self._files)
             self._turn += 1
-            where = self._reading[slot] = index, self._files[index].advance(self._num_bytes)
+            where = index, self._files[index].advance(self._num_bytes)
+            if self._traffic is Traffic.MIXED:
+                self._reading[slot] = where
         index, start = where
         buffer = self.buffers[slot]
         return [Transfer(is_write, index, start + at, buffer[at : at + size]) for at, size in self._segments]
@@ -310,7 +281,7 @@ class Count:
     def _start(self, now_s: float) -> None:
         self.is_running = True
         self.started_s = self.ended_s = now_s
-        self._started_cpu_s = self._ended_cpu_s = cpu_seconds()
+        self._started_cpu_s = self._ended_cpu_s = time.process_time()
 
     @property
     def seconds(self) -> float:
@@ -339,75 +310,61 @@ class Count:
     def end(self, now_s: float) -> None:
         """Note the clock's last reading so far."""
         self.ended_s = now_s
-        self._ended_cpu_s = cpu_seconds()
+        self._ended_cpu_s = time.process_time()
 
 
-class Pump:
-    """Keeps every slot of a workload busy for a while, and counts."""
+def pump(
+    engine: AioEngine,
+    files: Sequence[AioFile],
+    workload: Workload,
+    allowance: WriteAllowance,
+    *,
+    seconds: float,
+    deadline_s: float,
+    max_bytes: int | None = None,
+    is_counted_whole: bool = False,
+) -> Count:
+    """Keep every slot of a workload busy for `seconds` of its clock. Raises AioError when an operation fails.
 
-    def __init__(
-        self, engine: AioEngine, files: Sequence[AioFile], workload: Workload, allowance: WriteAllowance
-    ) -> None:
-        self._engine = engine
-        self._files = files
-        self._workload = workload
-        self._allowance = allowance
-        self._in_flight: deque[_Batch] = deque()
-        self._submitted_bytes = 0
+    It ends before at `deadline_s` of time.monotonic(), when `max_bytes` have been submitted, or when no more may be
+    written. `is_counted_whole`: no warm-up, and the transfers in flight at the end count: [Note: what a sample counts].
+    """
+    num_slots, submitted_bytes = len(workload.buffers), 0
+    count = Count(num_warmup_batches=0 if is_counted_whole else num_slots)
+    in_flight: deque[_Batch] = deque()
 
-    def run(
-        self,
-        seconds: float,
-        *,
-        deadline_s: float,
-        max_bytes: int | None = None,
-        is_counted_whole: bool = False,
-    ) -> Count:
-        """Run the workload for `seconds` of its clock. Raises AioError when an operation fails.
+    def submit_next(slot: int) -> None:
+        nonlocal submitted_bytes
+        if max_bytes is not None and submitted_bytes >= max_bytes:
+            return
+        parts = workload.next_batch(slot)
+        if not allowance.take(sum(part.buffer.nbytes for part in parts if part.is_write)):
+            return
+        tickets, submitted_s = [], time.monotonic()
+        for part in parts:
+            submit = engine.write if part.is_write else engine.read
+            tickets.append(submit(files[part.file], part.buffer, offset=part.offset))
+            submitted_bytes += part.buffer.nbytes
+        in_flight.append(_Batch(slot, submitted_s, tickets))
 
-        It ends before at `deadline_s` of time.monotonic(), when `max_bytes` have been submitted, or when no more may be
-        written. `is_counted_whole`: no warm-up, and the transfers in flight at the end count:
-        [Note: what a sample counts].
-        """
-        num_slots = len(self._workload.buffers)
-        count = Count(num_warmup_batches=0 if is_counted_whole else num_slots)
-        for slot in range(num_slots):
-            self._submit_next(slot, max_bytes)
-        is_ending = False
-        while self._in_flight:
-            finished = self._wait_some()
-            now_s = time.monotonic()
-            if not is_ending or is_counted_whole:
-                count.complete(finished, now_s)
-            is_ending |= count.seconds >= seconds or now_s >= deadline_s
-            if not is_ending:
-                for batch in finished:
-                    self._submit_next(batch.slot, max_bytes)
-        return count
-
-    def _wait_some(self) -> list[_Batch]:
-        """Wait for the oldest batch; return all batches that are complete by then."""
-        oldest = self._in_flight.popleft()
+    for slot in range(num_slots):
+        submit_next(slot)
+    is_ending = False
+    while in_flight:
+        oldest = in_flight.popleft()
         oldest.wait()
-        finished = [oldest, *(batch for batch in self._in_flight if batch.is_done())]
+        finished = [oldest, *(batch for batch in in_flight if batch.is_done())]
         for batch in finished[1:]:
-            self._in_flight.remove(batch)
+            in_flight.remove(batch)
             batch.wait()
-        return finished
-
-    def _submit_next(self, slot: int, max_bytes: int | None) -> None:
-        if max_bytes is not None and self._submitted_bytes >= max_bytes:
-            return
-        batch = self._workload.next_batch(slot)
-        if not self._allowance.take(sum(part.buffer.nbytes for part in batch if part.is_write)):
-            return
-        tickets = []
-        submitted_s = time.monotonic()
-        for part in batch:
-            submit = self._engine.write if part.is_write else self._engine.read
-            tickets.append(submit(self._files[part.file], part.buffer, offset=part.offset))
-            self._submitted_bytes += part.buffer.nbytes
-        self._in_flight.append(_Batch(slot, submitted_s, tickets))
+        now_s = time.monotonic()
+        if not is_ending or is_counted_whole:
+            count.complete(finished, now_s)
+        is_ending |= count.seconds >= seconds or now_s >= deadline_s
+        if not is_ending:
+            for batch in finished:
+                submit_next(batch.slot)
+    return count
 
 
 def wait_for(ticket: AioTicket) -> None:
@@ -417,15 +374,6 @@ def wait_for(ticket: AioTicket) -> None:
             return ticket.wait(_WAIT_SLICE_S)
         except TimeoutError:
             continue
-
-
-def cpu_seconds() -> float:
-    """Return the user and system time of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-# --- What a sample keeps ---
 
 
 def buckets(timeline: Sequence[tuple[float, int]], num_buckets: int = 120) -> tuple[tuple[float, int], ...]:

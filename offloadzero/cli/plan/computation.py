@@ -41,11 +41,14 @@ from torch import nn
 from offloadzero.cli.bench.adam import Records
 from offloadzero.cli.bench.traffic import (
     MIB,
-    OptimizerStep,
-    Pump,
+    NUM_CHUNKS_IN_FLIGHT,
     RandomMemory,
     ScratchFile,
+    Traffic,
+    Workload,
     WriteAllowance,
+    chunk_segments,
+    pump,
     wait_for,
 )
 from offloadzero.cli.plan.answer import ModelSource
@@ -368,11 +371,21 @@ def drive_beside(compute: Compute, path: Path) -> DriveBeside | None:
             for offset in range(0, FILE_BYTES, MEMORY_BYTES):
                 wait_for(engine.write(file, memory.bytes, offset=offset))
             scratch.num_bytes = FILE_BYTES
-            states = OptimizerStep([scratch], num_elements=STATE_ELEMENTS, memory=memory)
+            states = Workload(
+                [scratch],
+                Traffic.MIXED,
+                segments=chunk_segments(STATE_ELEMENTS),
+                num_slots=NUM_CHUNKS_IN_FLIGHT,
+                memory=memory,
+            )
 
             def moves(seconds: float, max_bytes: int | None = None) -> float:
-                pump, deadline_s = Pump(engine, [file], states, allowance), time.monotonic() + 2 * seconds
-                count = pump.run(seconds, deadline_s=deadline_s, max_bytes=max_bytes)
+                count = pump(
+                    *(engine, [file], states, allowance),
+                    seconds=seconds,
+                    deadline_s=time.monotonic() + 2 * seconds,
+                    max_bytes=max_bytes,
+                )
                 return (count.bytes_read + count.bytes_written) / count.seconds if count.seconds else 0.0
 
             return _drive_beside(

@@ -82,7 +82,7 @@ from offloadzero.update.specs.adam import ADAM
 PROBE_S = 45.0
 MODEL_S = 15.0
 _MIB = 1 << 20
-LINK_BYTES = 256 * _MIB
+LINK_BYTES, DRIVE_FILE_BYTES = 256 * _MIB, 512 * _MIB
 _MEASURED = (torch.bfloat16, torch.float32)
 _OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minutes for this block
 
@@ -210,12 +210,12 @@ def _kept(identity: Mapping[str, Any]) -> Hardware | None:
 # --- measurements ---
 
 
-def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
+def measure(device: Device, paths: Sequence[Path]) -> Rates:
     """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured.
 
     Raises OffloadError where the device has too little free memory for it.
     """
-    progress = Progress(time_s)
+    progress = Progress(PROBE_S)
     _say_if_busy(progress, "its computation, its drive and its link")
     is_cpu = device.free_bytes() is None
     dtypes = _MEASURED if is_cpu else (*_MEASURED, *_OF_DEVICES)
@@ -242,7 +242,7 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         rates = replace(rates, unit_s=python_per_use(device))
         if paths:
             progress.phase("drive")
-            rates = replace(rates, **drive_rates(paths, time_s=time_s / 3))
+            rates = replace(rates, **drive_rates(paths, time_s=PROBE_S / 3))
         if is_cpu:
             progress.phase("work beside the computation")
             rates = rates_beside(rates, paths)
@@ -398,7 +398,7 @@ def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) 
     return statistics.median(launch_s) / (2 * num_blocks)
 
 
-def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * _MIB) -> dict[str, Any]:
+def drive_rates(paths: Sequence[Path], *, time_s: float) -> dict[str, Any]:
     """Return rates of the engine's default setting by `bench nvme`: read, write, both at once, and their CPU time.
 
     Directories that do not exist yet are measured in the one that they would be made in. Of several on one drive only
@@ -407,9 +407,9 @@ def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * 
     existing = {drive_of(path): nearest_directory(path) for path in reversed(paths)}
     result = measure_paths(
         [str(path) for path in reversed(existing.values())],
-        size=str(num_bytes),
+        size=str(DRIVE_FILE_BYTES),
         time_text=f"{time_s:.3f}s",
-        write_limit=str(16 * num_bytes),
+        write_limit=str(16 * DRIVE_FILE_BYTES),
     )
     rates = {}
     for row in result["results"]["traffic"]:
