@@ -16,6 +16,7 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import DTYPES, plan_records
 from offloadzero.planning.machine import available_host_bytes, host_bytes_before
 from offloadzero.planning.memory_plan import (
@@ -23,7 +24,6 @@ from offloadzero.planning.memory_plan import (
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.observe.texts import format_bytes
 from offloadzero.streaming.building.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import device_form

@@ -39,10 +39,9 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.planning.homes import idle_rules
 from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.homes import idle_rules, rank_bytes
 from offloadzero.planning.placement import describe_placement
-from offloadzero.planning.homes import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.account import Hypers

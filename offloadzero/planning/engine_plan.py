@@ -1,40 +1,18 @@
-"""The memory of one engine: planned, held against what the machine has, and the smallest change with which it fits.
-
-[Note: the smallest change]
-Changes are tried in one order, and the first that fits is the answer: the cheapest comes first, and no two are named
-where one is enough.
-
-1. A budget of the configuration that is too small, raised to the byte, where the machine has as much.
-2. A budget of the device that leaves room for activations: fewer leases and fewer records there.
-3. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
-4. `"placement": "auto"`: slower tiers for segments that do not fit the faster ones; first with the directories that are
-   configured, then with one.
-5. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
-6. Shorter chunks of the update, then several of these together.
-7. More memory. The amount is given for the configuration that lacks least.
-
-A budget of the configuration may be too small beside one of the others: then both are named. A configuration that is
-invalid, checkpoints of a model without blocks, say, is no candidate.
-
-Every change is planned again before it is named: the named configuration is accepted.
-"""
+"""The memory of one engine: planned, placed and held against what the machine has, before anything is taken."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import combinations
 from math import inf
 from typing import Any
 
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.device import Device
 from offloadzero.observe.texts import format_bytes
@@ -220,12 +198,8 @@ def _needs_by_memory(
         yield tiers, needs, available[tiers[0]]
 
 
-NVME_PATH = "offload-files"  # where no directory is configured
-SMALL_CHUNK = COMPACT_CHUNK_MULTIPLE  # elements; the fp32 layout accepts it, too
 MAX_BUDGET = 1 << 60
 ENOUGH = "The smallest budgets that are enough"
-# Steps that are tried together with raised budgets: a search of its own for each of them.
-MAX_BESIDE_BUDGETS = 2
 
 Keys = Mapping[str, object]  # dotted keys of the JSON and their new values
 Source = Mapping[str, Any]  # the JSON
@@ -322,70 +296,7 @@ def with_keys(source: Source, keys: Keys) -> dict[str, Any]:
     return changed
 
 
-def smallest_change(
-    source: Source,
-    config: OffloadConfig,
-    load: Callable[[Source], OffloadConfig],
-    verdict_of: Callable[[Source, More], Verdict],
-    *,
-    refusal_of: Callable[[Source], BudgetError | None],
-    can_be_compact: bool,
-    has_activations: bool = True,
-    device_room: int | None = None,
-) -> Change:
-    """Return the first change that fits: [Note: the smallest change].
-
-    Args:
-        config: the configuration that `source` holds.
-        load: reads a JSON as `source` was read.
-        verdict_of: plans a JSON and judges it on a machine that has so many more bytes.
-        refusal_of: the refusal of a JSON whose own budgets are too small; None where they are enough.
-        can_be_compact: whether optimizer and dtype have the compact layout.
-        has_activations: whether activations are known, so that fewer of them are a change.
-        device_room: bytes of a device that activations leave; None where that is not known.
-    """
-    budgets = budget_keys(source, config, refusal_of)
-    least: tuple[int, Keys] | None = None
-    steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
-    if device_room is not None and (config.budgets.device is None or device_room < config.budgets.device):
-        steps.insert(0, {"offloadzero.budgets.device": device_room})
-    raised_beside = partial(_raised_beside, source, load, verdict_of, refusal_of)
-    for keys in _candidates(steps, budgets, raised_beside):
-        verdict = verdict_of(with_keys(source, keys), {})
-        if verdict.fits:
-            return Change(keys)
-        if not verdict.refusal:
-            lacking = sum(verdict.short.values())
-            if least is None or lacking < least[0]:
-                least = lacking, keys
-    if least is None:
-        raise AssertionError("budgets that were raised are refused")
-    return Change(least[1], _lacking(with_keys(source, least[1]), verdict_of))
-
-
-def _lacking(source: Source, verdict_of: Callable[[Source, More], Verdict]) -> More:
-    """The bytes that a machine lacks. "auto" uses a share of all there is: with more it may want more."""
-    more: dict[TierName, int] = {}
-    while not (verdict := verdict_of(source, more)).fits:
-        if verdict.refusal:
-            raise AssertionError(f"refused with more memory: {verdict.refusal}")
-        for tier, num_bytes in verdict.short.items():
-            more[tier] = more.get(tier, 0) + num_bytes
-    return more
-
-
-def budget_keys(
-    source: Source, config: OffloadConfig, refusal_of: Callable[[Source], BudgetError | None]
-) -> Keys:
-    """Raise each budget that is too small to the least with which the engine plans on a machine of any size."""
-
-    def refusal_with(budgets: Mapping[TierName, int]) -> BudgetError | None:
-        return refusal_of(with_keys(source, _keys_of(budgets)))
-
-    return _keys_of(least_budgets(config.budgets, refusal_with))
-
-
-def _keys_of(budgets: Mapping[TierName, int]) -> Keys:
+def budget_keys(budgets: Mapping[TierName, int]) -> Keys:
     return {f"offloadzero.budgets.{tier.value}": size for tier, size in budgets.items()}
 
 
@@ -415,7 +326,7 @@ def least_budgets(
 
 def budgets_text(budgets: Mapping[TierName, int]) -> str:
     """Return the line of a refusal that names the budgets that are enough: keys and values that can be typed in."""
-    keys = ", ".join(f"{key} = {size}" for key, size in _keys_of(budgets).items())
+    keys = ", ".join(f"{key} = {size}" for key, size in budget_keys(budgets).items())
     return f"{ENOUGH}: {keys}."
 
 
@@ -440,86 +351,3 @@ def _least(
             low = middle
         middle = (low + high) // 2
     return high * ALIGN_BYTES
-
-
-def _raised_beside(
-    source: Source,
-    load: Callable[[Source], OffloadConfig],
-    verdict_of: Callable[[Source, More], Verdict],
-    refusal_of: Callable[[Source], BudgetError | None],
-    keys: Keys,
-) -> Keys:
-    """Raise the budgets that are too small when `keys` are set: these may be others than without the keys."""
-    changed = with_keys(source, keys)
-    verdict = verdict_of(changed, {})
-    if not verdict.refusal or verdict.is_mistake:
-        return {}
-    return budget_keys(changed, load(changed), refusal_of)
-
-
-def _candidates(
-    steps: Sequence[Keys], budgets: Keys, raised_beside: Callable[[Keys], Keys]
-) -> Iterator[Keys]:
-    """Yield the candidates of [Note: the smallest change]: the budgets, then each step alone, then two, then more.
-
-    The budgets are one of these changes, as they have to fit the others. The first candidate is one that the engine
-    plans: without a budget to raise it is the configuration itself, for a machine that has more.
-    """
-    yield budgets
-    for count in range(1, len(steps) + 1):
-        yield from _combined(steps, count)
-        if 1 < count <= MAX_BESIDE_BUDGETS + 1:
-            yield from _with_budgets(_combined(steps, count - 1), raised_beside)
-    yield from _with_budgets([_joined(steps)], raised_beside)
-    yield {**_joined(steps), **budgets}
-
-
-def _combined(steps: Sequence[Keys], count: int) -> Iterator[Keys]:
-    for chosen in combinations(steps, count):
-        if len({name for keys in chosen for name in keys}) == sum(map(len, chosen)):  # no key twice
-            yield _joined(chosen)
-
-
-def _with_budgets(candidates: Iterable[Keys], raised_beside: Callable[[Keys], Keys]) -> Iterator[Keys]:
-    for keys in candidates:
-        raised = raised_beside(keys)
-        if raised:
-            yield {**keys, **raised}
-
-
-def _joined(steps: Iterable[Keys]) -> Keys:
-    return {name: value for keys in steps for name, value in keys.items()}
-
-
-def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool) -> Iterator[Keys]:
-    if has_activations and config.activation_checkpoints is None:
-        yield {"offloadzero.activation_checkpoints": {}}
-    batch = config.batch
-    if has_activations and batch.micro_batch_size is not None:
-        for size in _smaller(batch.micro_batch_size):
-            of_rank = batch.micro_batch_size * batch.gradient_accumulation_steps
-            yield {
-                "train_batch_size": of_rank * config.world_size,
-                "train_micro_batch_size_per_gpu": size,
-                "gradient_accumulation_steps": of_rank // size,
-            }
-    yield from _auto(config)
-    if can_be_compact and config.state_layout != "compact":
-        yield {"offloadzero.state_layout": "compact"}
-    if config.update.chunk_elements > SMALL_CHUNK:
-        yield {"offloadzero.update.chunk_elements": SMALL_CHUNK}
-
-
-def _auto(config: OffloadConfig) -> Iterator[Keys]:
-    auto: Keys = {} if config.placement.auto else {"offloadzero.placement": "auto"}
-    if auto:
-        yield auto
-    if not config.nvme_paths:
-        yield {**auto, "offloadzero.nvme_path": NVME_PATH}
-
-
-def _smaller(micro: int) -> Iterator[int]:
-    """Return the largest proper divisor and 1: of many sizes two are tried."""
-    if micro > 1:
-        half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
-        yield from dict.fromkeys((half, 1))

@@ -13,7 +13,7 @@ from torch import nn
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import computation, measure
-from offloadzero.cli.plan.answer import ModelSource, Planner, Question, read_model
+from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
 from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
@@ -28,7 +28,7 @@ from offloadzero.planning.hardware import (
     read_hardware,
     share_of,
 )
-from offloadzero.planning.model.shapes import ModelShape
+from offloadzero.planning.model.shapes import ModelShape, ModelSource, read_model
 from offloadzero.planning.model.trace import loss_of_ids, trace_micro_batch
 from offloadzero.update.spec import UpdateForm
 from tests.planning.test_time_model import KNOWN

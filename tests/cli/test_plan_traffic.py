@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.answer import ModelSource
 from offloadzero.config import load_config
 from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.timeline import COMPUTE, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
+from offloadzero.planning.model.shapes import ModelSource
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import AFTER, StepTraffic, work_of_step
 from offloadzero.streaming.residency import ResidencyPolicy

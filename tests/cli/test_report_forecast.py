@@ -12,9 +12,9 @@ import torch
 
 import offloadzero
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.answer import read_model
 from offloadzero.cli.plan.command import FORMAT, FORMAT_VERSION
 from offloadzero.observe.monitor import FORECAST_FORMAT
+from offloadzero.planning.model.shapes import read_model
 from tests.cli.test_plan import SHAPE, words
 from tests.cli.test_report import make, step_record, write_run
 from tests.support.tiny import settings

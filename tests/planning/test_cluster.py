@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.answer import Planner, Question, read_model
+from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.hardware import Memory, share_of
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.step.forecast import Forecast, Rates, Step, simulated
 from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK
 from offloadzero.update.spec import UpdateForm

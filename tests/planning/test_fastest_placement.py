@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.cli.plan.answer import Planner, Question, read_model
+from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.device import find_device
@@ -22,6 +22,7 @@ from offloadzero.planning import placement as module
 from offloadzero.planning.engine_plan import memory_with, with_keys
 from offloadzero.planning.hardware import Hardware, Memory, cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.placement import (
     BY_BYTES,
     Filling,

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan.answer import read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model, uses_of
@@ -27,6 +26,7 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.step.advice import FASTER, forecast_run
 from offloadzero.planning.step.forecast import (

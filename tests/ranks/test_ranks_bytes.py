@@ -21,13 +21,13 @@ import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.cli.plan.answer import read_model
 from offloadzero.config import UnitConfig, load_config
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.homes import rank_bytes
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.streaming.building.units import cut_units
 from offloadzero.update.spec import UpdateForm

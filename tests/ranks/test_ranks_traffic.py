@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.answer import ModelSource
 from offloadzero.config import load_config
 from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, WAIT
+from offloadzero.planning.model.shapes import ModelSource
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import OF_TENSORS, ORDERS, StepTraffic
 from tests.cli.test_plan_model import PLENTY

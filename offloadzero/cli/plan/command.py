@@ -239,10 +239,11 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     drives that the configuration names.
     """
     from offloadzero.cli.plan import measure
-    from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory, read_model
+    from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory
     from offloadzero.engine.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
     from offloadzero.planning.hardware import Memory, read_hardware
+    from offloadzero.planning.model.shapes import read_model
 
     model = read_model(args.model)
     if model.shape is None:

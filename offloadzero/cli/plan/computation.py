@@ -51,14 +51,13 @@ from offloadzero.cli.bench.traffic import (
     pump,
     wait_for,
 )
-from offloadzero.cli.plan.answer import ModelSource
 from offloadzero.errors import OffloadError
 from offloadzero.io.engine import AioEngine
 from offloadzero.memory.device import Device
 from offloadzero.native import kernels
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.machine import usable_cores
-from offloadzero.planning.model.shapes import LLAMA, ModelShape
+from offloadzero.planning.model.shapes import LLAMA, ModelShape, ModelSource
 from offloadzero.planning.model.trace import (
     MicroBatchTrace,
     TraceError,

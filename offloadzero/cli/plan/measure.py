@@ -39,7 +39,7 @@ from torch import nn
 from offloadzero.cli.bench.adam import Records
 from offloadzero.cli.bench.nvme import measure_paths
 from offloadzero.cli.output import Progress
-from offloadzero.cli.plan.answer import ModelSource, drive_bytes, drive_of
+from offloadzero.cli.plan.answer import drive_bytes, drive_of
 from offloadzero.cli.plan.computation import (
     NotMeasuredError,
     best_s,
@@ -75,6 +75,7 @@ from offloadzero.planning.machine import (
     nearest_directory,
     usable_cores,
 )
+from offloadzero.planning.model.shapes import ModelSource
 from offloadzero.planning.step.forecast import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
