@@ -11,7 +11,7 @@
 | copies, landing | the native copy on one thread; the norm of a gradient on as many as an update |
 | link | pinned copies of 256 MiB each way |
 | drive | `bench nvme` for a third of the time: its row of the engine's default setting |
-| what copies, updates and the drive cost a CPU that computes | [Note: work beside the computation] in beside.py |
+| what copies, updates and the drive cost a CPU that computes | [Note: work beside the computation] in computation.py |
 | Python per unit | a tiny model of many units in the engine: what its own clock of hooks says |
 
 The work of the host's cores is measured in their time, as [Note: the bound] in observe/bound.py measures a run.
