@@ -7,7 +7,7 @@ import importlib.util
 if importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch.strategies import DDPStrategy
 else:
-    from pytorch_lightning.strategies import DDPStrategy
+    from pytorch_lightning.strategies import DDPStrategy  # type: ignore[assignment]
 
 
 class OffloadStrategy(DDPStrategy):
