@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
@@ -61,6 +61,7 @@ class HomeAccess:
             self._read_home(record, slot, segment, target)
         return target
 
+    @uninterrupted_throughout
     def write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
         """Write all of `parts`, flat host tensors of their segments' dtypes: [Note: a write is whole].
 
@@ -70,7 +71,7 @@ class HomeAccess:
         for kind, values in parts.items():
             self._group.note_write(record.index, slot.index, kind.value, values=values)
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
-        with UninterruptedThroughout(), self._clock.waiting("state access"):
+        with self._clock.waiting("state access"):
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
                 self._changes.launched_reads().wait()

@@ -9,7 +9,7 @@ import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
@@ -80,12 +80,12 @@ class WeightAccess:
         encode(slot, flat, param, master, base=slot.offset)
         return {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
 
+    @uninterrupted_throughout
     def _write_parts(
         self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]
     ) -> None:
-        with UninterruptedThroughout():
-            slot.num_writes += 1
-            self.homes.write(record, slot, parts)
+        slot.num_writes += 1
+        self.homes.write(record, slot, parts)
 
     def load_master(self, record: Record, slot: ParamSlot, master: torch.Tensor) -> None:
         """Set the parameter to the fp32 master that an optimizer's state dict has of it."""
@@ -143,6 +143,7 @@ class WeightAccess:
         value = slot.view_in(flat)
         return value.clone() if to_write else value
 
+    @uninterrupted_throughout
     def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Write a script's changes to a parameter. Elements whose bits are unchanged keep their fp32 master."""
         new = value.detach().to("cpu").reshape(-1)
@@ -152,12 +153,12 @@ class WeightAccess:
             if not bool(changed.any()):
                 return
             new = torch.where(changed, new.float(), self._master_of(record, slot, home))
-        with UninterruptedThroughout():
-            self.write(record, slot, new)
-            flat = self._reads.pinned_parameters(record.index)
-            if flat is not None:
-                slot.view_in(flat).copy_(value)
+        self.write(record, slot, new)
+        flat = self._reads.pinned_parameters(record.index)
+        if flat is not None:
+            slot.view_in(flat).copy_(value)
 
+    @uninterrupted_throughout  # its reads, too: after an interrupt the missing commits would be unknown
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write the changes made in place to these slots' parameters in the forward that now ends.
 
@@ -174,11 +175,9 @@ class WeightAccess:
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
                 "parameter would lose its exact values. Write it outside of the forward"
             )
-        # One section, with its reads, which may block: after an interrupt the missing commits would be unknown.
-        with UninterruptedThroughout():
-            for slot in slots:
-                new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
-                self._commit_in_place(record, slot, new)
+        for slot in slots:
+            new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
+            self._commit_in_place(record, slot, new)
 
     def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
         """Write the changes made in a forward to a parameter, also where the forward has written the home itself.
