@@ -65,7 +65,7 @@ def _nothing() -> None:
     return None
 
 
-_held = _Held()
+held = _Held()
 
 
 def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -77,10 +77,16 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         finally:
             # Again: where torch's compiler evaluates frames Python looks for signals behind each call, this one too.
-            while _held.pending and _call_late(sys._getframe(1)):
+            while held.pending and call_late(sys._getframe(1)):
                 pass
 
     return entry
+
+
+def uninterrupted_itself(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark an `uninterrupted` function that does at its end what `uninterrupted` would: a call the less."""
+    _entries.add(function.__code__)
+    return function
 
 
 def uninterrupted_throughout(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -95,7 +101,7 @@ def uninterrupted_throughout(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def call_script(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Call a function of the script's, which may be interrupted in the midst of an `uninterrupted` one of ours."""
-    while _held.pending and _call_late(None):
+    while held.pending and call_late(sys._getframe()):
         pass
     return function(*args, **kwargs)
 
@@ -105,27 +111,27 @@ def wait(block: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
 
     It is not called when one has: a caller that waits for long comes back now and then.
     """
-    if _held.pending:
-        _call_late(sys._getframe())
+    if held.pending:
+        call_late(sys._getframe())
     return block(*args, **kwargs)
 
 
 def hold_until(reference: Callable[[], object] | None) -> None:
     """Let interrupts wait as long as the weak `reference` has its object. None: for nothing."""
-    _held.until = reference or _nothing
+    held.until = reference or _nothing
 
 
-def _call_late(frame: FrameType | None) -> bool:
+def call_late(frame: FrameType) -> bool:
     """Call the handlers that wait, unless they still must at `frame`; return whether. Raises what they raise."""
     is_main = threading.get_ident() == threading.main_thread().ident
-    if is_main and (_held.until() is not None or _is_uninterrupted(frame)):
+    if is_main and (held.until() is not None or _is_uninterrupted(frame)):
         return False
     # Nothing is called between a look at `late` and what is put into `pending`: Python looks for signals at calls.
-    while _held.late:
-        number, handler = _held.late.popitem()
-        _held.pending = False
-        if _held.late:
-            _held.pending = True  # the handler may raise
+    while held.late:
+        number, handler = held.late.popitem()
+        held.pending = False
+        if held.late:
+            held.pending = True  # the handler may raise
         if is_main:
             _call(handler, number, frame)
         else:
@@ -135,7 +141,7 @@ def _call_late(frame: FrameType | None) -> bool:
 
 def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
     """Call a handler, and mark the error that it raises."""
-    outer, _held.calling = _held.calling, (number, frame)
+    outer, held.calling = held.calling, (number, frame)
     try:
         handler(number, frame)
     except Exception as error:
@@ -143,19 +149,20 @@ def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
             error.__dict__[_MARK] = True
         raise
     finally:
-        _held.calling = outer
+        held.calling = outer
 
 
-_ENTRY = uninterrupted(_nothing).__code__
+_entries = {uninterrupted(_nothing).__code__}
 _THROUGHOUT = uninterrupted_throughout(_nothing).__wrapped__.__code__  # type: ignore[attr-defined]
 _OPEN = (call_script.__code__, _call.__code__)
 
 
-def _is_uninterrupted(frame: FrameType | None, *, is_second: bool = False) -> bool:
-    """Whether a handler must wait in `frame`; `is_second`: one of the signal waits already."""
-    is_wait = frame is not None and frame.f_code is wait.__code__
+def _is_uninterrupted(at: FrameType, *, is_second: bool = False) -> bool:
+    """Whether a handler must wait in the frame `at`; `is_second`: one of the signal waits already."""
+    frame: FrameType | None = at
+    is_wait = at.f_code is wait.__code__
     while frame is not None and frame.f_code not in _OPEN:
-        if frame.f_code is _ENTRY and not is_wait:
+        if frame.f_code in _entries and not is_wait:
             return True
         if frame.f_code is _THROUGHOUT and not is_second:
             return True
@@ -172,21 +179,21 @@ class _Asking:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        calling = _held.calling
+        calling = held.calling
         if calling is not None and calling[0] == number and (frame is None or frame is calling[1]):
             self.handler(number, frame)  # one that was set later calls this one, and was asked for
             return
         at = frame if frame is not None else sys._getframe(1)
         if at.f_code in _OPEN:  # the script's code has not begun, or is over
             at = cast(FrameType, at.f_back)
-        is_second = number in _held.late
-        if (_held.until() is not None and not is_second) or _is_uninterrupted(at, is_second=is_second):
-            _held.late[number] = self.handler
-            _held.pending = True
+        is_second = number in held.late
+        if (held.until() is not None and not is_second) or _is_uninterrupted(at, is_second=is_second):
+            held.late[number] = self.handler
+            held.pending = True
             return
-        _held.late.pop(number, None)
-        if not _held.late:
-            _held.pending = False
+        held.late.pop(number, None)
+        if not held.late:
+            held.pending = False
         _call(self.handler, number, frame)
 
 
@@ -261,4 +268,4 @@ def _restarts_calls(number: int) -> bool:
 
 
 # Signals that wait were the parent's.
-os.register_at_fork(after_in_child=_held.clear)
+os.register_at_fork(after_in_child=held.clear)

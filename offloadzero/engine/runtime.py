@@ -382,7 +382,6 @@ class Runtime:
             call()
         self.close()
 
-    @uninterrupted
     def cast_gradients(self) -> None:
         """Give gradients from before the start the model's new dtype and device; `undo()` brings the former back."""
         self._original.cast_gradients(self.accelerator.device)

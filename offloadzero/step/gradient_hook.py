@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 
 import torch
 
-from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.interrupts import call_late, held, uninterrupted, uninterrupted_itself
 from offloadzero.core.torch_private import current_graph_task_id
 from offloadzero.observe.timeline import Timeline
 from offloadzero.step.coordinator import StepCoordinator
@@ -24,8 +25,7 @@ class GradientHooks:
     def __init__(self, coordinator: StepCoordinator, timeline: Timeline) -> None:
         self._coordinator = coordinator
         take = _taking(coordinator)
-        # A gradient that autograd has put into `param.grad` is taken before an interrupt is raised.
-        self._take = uninterrupted(_timed(take, timeline) if timeline.is_on else take)
+        self._take = uninterrupted(_timed(take, timeline)) if timeline.is_on else take
 
     def of(self, record: Record, slot: ParamSlot) -> GradientHook:
         """Make the function that autograd calls when the parameter's gradient is in `param.grad`."""
@@ -43,15 +43,22 @@ def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], 
     # One function serves all parameters and finds theirs by numbers: by the time that a function of a parameter's own
     # is called again, it has left the processor's caches.
 
+    # A gradient that autograd has put into `param.grad` is taken before an interrupt is raised.
+
+    @uninterrupted_itself
     def take(index: int, number: int, _: torch.Tensor) -> None:
-        step = reference()
-        if step is not None:
-            collector = step.collector
-            if current_graph_task_id() != collector.backward:
-                step.begin_backward(index, number)
-            gradient = collector.add(index, number)
-            if gradient is not None:
-                step.complete(gradient)
+        try:
+            step = reference()
+            if step is not None:
+                collector = step.collector
+                if current_graph_task_id() != collector.backward:
+                    step.begin_backward(index, number)
+                gradient = collector.add(index, number)
+                if gradient is not None:
+                    step.complete(gradient)
+        finally:
+            while held.pending and call_late(sys._getframe(1)):
+                pass
 
     return take
 

@@ -316,7 +316,7 @@ def test_ctrl_c_waits_until_backward_has_updated_all(tmp_path: Path) -> None:
     interrupting(engine.module.blocks[1].up.weight, 1)
     with pytest.raises(KeyboardInterrupt):
         engine.backward(engine(tokens(2)))
-    assert interrupts._held.until() is None
+    assert interrupts.held.until() is None
     with pytest.raises(StateError, match=r"call step\(\), which closes that step"):
         engine.zero_grad()
     engine.step()

@@ -55,7 +55,7 @@ def at_each_place(
         assert not any(engine.optimizer.runtime.executor.pins), interrupt.place
         assert not engine.optimizer.runtime.executor.is_running, interrupt.place
         assert top_saved_tensors_default_hooks(False) is None, interrupt.place
-        assert not interrupts._held.pending, interrupt.place
+        assert not interrupts.held.pending, interrupt.place
         done.append(interrupt)
         if interrupt.num_places < number:
             break
@@ -122,7 +122,7 @@ class InjectedInWait(Injected):
     """A SIGINT at the `countdown`th place of a blocking wait after backward has begun to update weights."""
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        if frame.f_code is interrupts.wait.__code__ and interrupts._held.until() is not None:
+        if frame.f_code is interrupts.wait.__code__ and interrupts.held.until() is not None:
             super()._look(frame, event, argument)
 
 
@@ -325,7 +325,7 @@ def test_an_interrupt_before_a_section_waits_for_its_end() -> None:
         done.append("inside")
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is interrupts._ENTRY:
+        if event == "call" and frame.f_code is section.__code__:
             sys.setprofile(None)
             handle = signal.getsignal(signal.SIGINT)
             assert callable(handle)

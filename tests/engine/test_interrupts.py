@@ -45,7 +45,7 @@ def handler() -> Iterator[None]:
     """Ours, which holds interrupts back where the code says so."""
     interrupts.install()
     yield
-    interrupts._held.clear()
+    interrupts.held.clear()
     interrupts.uninstall()
 
 
@@ -176,11 +176,11 @@ def test_handlers_of_two_signals_are_both_called_though_the_first_raises() -> No
         assert interrupts.is_interrupt(raised.value)
         assert not interrupts.is_interrupt(ZeroDivisionError())
         assert len(came) == 1
-        assert interrupts._held.pending
+        assert interrupts.held.pending
         with pytest.raises(ZeroDivisionError):
             uninterrupted(len)(())
         assert sorted(came) == sorted(TWO)
-        assert not interrupts._held.pending
+        assert not interrupts.held.pending
     finally:
         for each, handler in zip(TWO, before, strict=True):
             signal.signal(each, handler)

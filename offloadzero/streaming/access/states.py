@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.streaming.access.homes import HomeAccess
@@ -41,7 +40,7 @@ class StateAccess:
         if record.codes is not None:
             scales = self._homes.read(record, slot, SegmentKind.SCALES)
             parts = {kind: record.codes.encode(kind, flat, scales), SegmentKind.SCALES: scales}
-        self._write_counted(record, slot, [kind], parts)
+        self._homes.write(record, slot, parts)
 
     def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
         """Set the number of updates that the parameter's states have seen."""
@@ -58,7 +57,7 @@ class StateAccess:
                 dtype=record.segments[kind].dtype,
                 device="cpu",
             )
-        self._write_counted(record, slot, parts, parts)
+        self._homes.write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
         """Read the states of the compact layout as stored, by name (`StateCodes.specs`); empty in the fp32 layout."""
@@ -81,19 +80,7 @@ class StateAccess:
         if record.codes is None:
             scales = flat.pop(SegmentKind.SCALES)
             flat = {kind: codes.decode(kind, coded, scales) for kind, coded in flat.items()}
-        self._write_counted(record, slot, flat, flat)
-
-    @uninterrupted_throughout
-    def _write_counted(
-        self,
-        record: Record,
-        slot: ParamSlot,
-        kinds: Iterable[SegmentKind],
-        parts: Mapping[SegmentKind, torch.Tensor],
-    ) -> None:
-        for kind in kinds:
-            slot.num_state_writes[kind.value] = slot.num_state_writes.get(kind.value, 0) + 1
-        self._homes.write(record, slot, parts)
+        self._homes.write(record, slot, flat)
 
 
 def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
