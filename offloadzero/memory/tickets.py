@@ -67,7 +67,7 @@ class Latch:
         while not self.is_set:
             closed = self._closed_until_set()
             # A thread interrupted while it holds the lock stops no other for long: the others see `is_set`.
-            if interrupts.wait(closed.acquire, timeout=LOOK_UP_S):
+            if interrupts.wait(closed.acquire, True, LOOK_UP_S):
                 closed.release()  # the next one's turn
             elif not self.is_set and _here.look_up is not None:
                 _here.look_up()
