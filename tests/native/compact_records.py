@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native import compact, kernels
-from offloadzero.native.kernels import Isa
-
-ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-L2 = replace(ADAMW, decoupled=False)
-
-
-def place(values: Tensor, offset: int) -> Tensor:
-    buffer = torch.empty(values.numel() + offset, dtype=values.dtype)
-    buffer[offset:] = values
-    return buffer[offset:]
+from offloadzero.native import compact
+from tests.native.kernel_states import place
 
 
 @dataclass

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.native.kernels import Isa
-from tests.native.compact_records import ADAMW, ISAS, Record
+from tests.native.compact_records import Record
+from tests.native.kernel_states import ADAMW, ISAS
 from tests.native.test_compact_kernels import X, Y, oracle_step, step_of_m, step_of_s
 
 UNIT_M, UNIT_S = 2**18, 2**16  # of a code, in patterns

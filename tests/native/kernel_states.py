@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,22 +39,32 @@ def place(values: Tensor, offset: int) -> Tensor:
 
 @dataclass
 class State:
+    """A parameter, what completes its master weight, and the moments that its optimizer keeps."""
+
     param: Tensor
     master: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: tuple[Tensor, ...]
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self.moments[0]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self.moments[1]
 
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.param, self.master, self.exp_avg, self.exp_avg_sq) if t is not None]
+        return [t for t in (self.param, self.master, *self.moments) if t is not None]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> State:
+        master = None if self.master is None else change(self.master)
+        return State(change(self.param), master, tuple(map(change, self.moments)))
 
     def copy(self, *, offset: int = 0) -> State:
-        master = None if self.master is None else place(self.master, offset)
-        moments = (place(self.exp_avg, offset), place(self.exp_avg_sq, offset))
-        return State(place(self.param, offset), master, *moments)
+        return self._each(lambda tensor: place(tensor, offset))
 
     def piece(self, begin: int, end: int) -> State:
-        master = None if self.master is None else self.master[begin:end]
-        return State(self.param[begin:end], master, self.exp_avg[begin:end], self.exp_avg_sq[begin:end])
+        return self._each(lambda tensor: tensor[begin:end])
 
     def weights(self) -> np.ndarray:
         """The fp32 master weights, put together with numpy integers."""
@@ -65,8 +76,9 @@ class State:
         bits = (hi * 65536 + self.master.numpy().astype(np.int64)) % 2**32
         return bits.astype(np.uint32).view(np.float32)
 
-    def step(self, grad: Tensor, **kwargs: object) -> None:
-        kernels.adam_step(self.param, grad, self.exp_avg, self.exp_avg_sq, master=self.master, **kwargs)
+    def step(self, grad: Tensor, **kwargs: object) -> float | None:
+        """One step of Adam."""
+        return kernels.adam_step(self.param, grad, *self.moments, master=self.master, **kwargs)
 
     def assert_same_bits(self, other: State) -> None:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
@@ -97,9 +109,9 @@ def make_state(layout: str, n: int, *, seed: int = 0, scale: float = 0.05, speci
         hi = ((bits + 0x8000) >> 16).astype(np.uint16).view(np.int16)
         lo = (bits & 0xFFFF).astype(np.uint16).view(np.int16)
         param, master = torch.from_numpy(hi.copy()).view(torch.bfloat16), torch.from_numpy(lo.copy())
-        return State(param, master, exp_avg, exp_avg_sq)
+        return State(param, master, (exp_avg, exp_avg_sq))
     master = None if master_dtype is None else weights.clone()
-    return State(weights.to(param_dtype), master, exp_avg, exp_avg_sq)
+    return State(weights.to(param_dtype), master, (exp_avg, exp_avg_sq))
 
 
 def make_grad(n: int, dtype: torch.dtype, *, seed: int = 100, specials: bool = True) -> Tensor:
