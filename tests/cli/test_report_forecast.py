@@ -15,7 +15,7 @@ from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.plan.command import FORMAT, FORMAT_VERSION
 from offloadzero.cli.plan.model import read_model
 from offloadzero.observe.run_dir import FORECAST_FORMAT
-from tests.cli.test_plan import SHAPE, words
+from tests.cli.planned import SHAPE, words
 from tests.cli.test_report import make, step_record, write_run
 from tests.support.tiny import settings
 

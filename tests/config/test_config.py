@@ -230,17 +230,6 @@ USED_ELSEWHERE = {
 }
 
 
-@loop_over(keys_with(Action.USE, Action.MAP))
-def test_a_used_key_changes_the_configuration(path: str, key: str, spec: KeySpec) -> None:
-    if (path, key) in USED_ELSEWHERE:
-        assert (path, key) not in USED
-        return
-    value, beside = USED[path, key]
-    assert spec.off == ()
-    without = load_config(nested(path, key, None, **beside)) if beside else load_config({})
-    assert load_config(nested(path, key, value, **beside)) != without
-
-
 def sample(spec: KeySpec, *, on: bool) -> object:
     """A value of the key's kind that asks for something."""
     samples: dict[Kind, list[object]] = {

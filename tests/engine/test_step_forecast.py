@@ -28,7 +28,7 @@ from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS, PlannedStep
 from offloadzero.planning.hardware import Hardware, cache_file, describe, model_key
 from offloadzero.planning.step.rates import Computation
-from tests.cli.test_plan import MACHINE, SHAPE, words
+from tests.cli.planned import MACHINE, SHAPE, words
 from tests.observe.test_device_time import Case, timed_engine, train_step
 from tests.support.faults import delays
 from tests.support.tiny import VOCABULARY, TinyModel, make_engine, settings, tokens, train

@@ -308,7 +308,7 @@ def between(case: Any, device_share: float, host_share: float) -> tuple[int, int
 
 
 @given(cases(), SHARES, SHARES)
-@hypothesis_settings(max_examples=250, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_budgets_hold_and_the_choice_is_the_same_each_time(
     case: Any, device_share: float, host_share: float
 ) -> None:
@@ -343,7 +343,7 @@ def resident_aware(units: Sequence[Record], tier: TierName) -> dict[tuple[int, S
 
 
 @given(cases(), SHARES, SHARES, SHARES, SHARES)
-@hypothesis_settings(max_examples=250, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_more_of_a_budget_never_moves_a_segment_to_a_slower_tier(
     case: Any, device_share: float, host_share: float, other_device_share: float, other_host_share: float
 ) -> None:
@@ -365,7 +365,7 @@ def test_more_of_a_budget_never_moves_a_segment_to_a_slower_tier(
 
 
 @given(cases(), SHARES)
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 def test_as_many_records_as_fit_are_on_the_device(case: Any, device_share: float) -> None:
     """Against every number of records tried, where the bytes never fall as more of them are on the device.
 
@@ -390,7 +390,7 @@ def test_as_many_records_as_fit_are_on_the_device(case: Any, device_share: float
 
 
 @given(cases())
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=50, deadline=None)
 def test_everything_is_on_the_device_when_it_fits(case: Any) -> None:
     units, config, together = case
     needed = plan_memory(units, config, placement=all_in(units, DEVICE)).tier_bytes(DEVICE)

@@ -23,7 +23,7 @@ from offloadzero.planning.hardware import share_of
 from offloadzero.planning.step.forecast import Forecast, Step, simulated
 from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, Rates
 from offloadzero.update.spec import UpdateForm
-from tests.cli.test_plan import MACHINE
+from tests.cli.planned import MACHINE
 from tests.support.tiny import settings
 from tests.support.training import merge
 

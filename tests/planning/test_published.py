@@ -72,8 +72,9 @@ def test_zeros_memory_per_device_by_the_formula(degree: int, model: str) -> None
         assert abs(found - figure) <= digit, stage
 
 
-@pytest.mark.parametrize("model", SIZES)
-@pytest.mark.parametrize("degree", TABLE)
+@pytest.mark.parametrize(
+    ("degree", "model"), [*((degree, "7.5b") for degree in TABLE), (4, "128b"), (1024, "128b"), (64, "1t")]
+)
 def test_zeros_memory_per_device_by_the_plan(degree: int, model: str) -> None:
     """The engine's own plan of one rank. It pads units, and divides gradients in stage 1 as ZeRO does in stage 2."""
     count, found = planned(model, degree)
@@ -131,15 +132,6 @@ def intensity(what: str, *, batch: int, sequence: int = 1024, hidden: int = 8192
         "activations": 2 * 2 * hidden * batch * sequence,  # a checkpoint of 2 bytes, stored and loaded
     }
     return flops / num_bytes[what]
-
-
-@pytest.mark.parametrize(("batch", "sequence", "hidden"), [(1, 1024, 2048), (4, 512, 8192)])
-def test_the_paper_s_intensities_follow_from_what_it_counts(batch: int, sequence: int, hidden: int) -> None:
-    """Its equations 9 to 11, of one block for each checkpoint."""
-    sizes = {"batch": batch, "sequence": sequence, "hidden": hidden}
-    assert intensity("parameters", **sizes) == sequence * batch
-    assert intensity("states", **sizes) == sequence * batch / 4
-    assert intensity("activations", **sizes) == 24 * hidden
 
 
 @pytest.mark.parametrize(
@@ -255,7 +247,7 @@ def test_the_plan_says_the_efficiency_of_each_lane(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Computing takes c seconds and a lane l: computing is c / (c + l) of both, one after the other."""
-    from tests.cli.test_plan import words
+    from tests.cli.planned import words
 
     assert main(words(tmp_path, "--json", "-")) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
