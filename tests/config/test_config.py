@@ -403,39 +403,6 @@ def test_the_defaults_in_sentences_are_exact() -> None:
     ]
 
 
-STALE = "| `offloadzero.gone` | use | nothing |"
-STALE_TABLE = f"| key | action | here |\n| --- | --- | --- |\n{STALE}\n\n"
-
-
-@loop_over(
-    {
-        "a section of keys that are gone": (
-            "## Schedules",
-            f"### `gone`\n\n{STALE_TABLE}## Schedules",
-            "outside",
-        ),
-        "a second table": ("### `offloadzero.observe`", f"{STALE_TABLE}### `offloadzero.observe`", "outside"),
-        "another table before": ("| key |", f"| a |\n| --- |\n| b |\n\n{STALE_TABLE}| key |", "outside"),
-        "no table at the end": ("| type | parameters |", None, "no table at the end"),
-        "no table in the middle": ("| `offloadzero.placement` |", None, "no table above"),
-        "no heading": ("## Schedules", "## Rates", "no heading for Schedules"),
-    }
-)
-def test_a_table_that_is_missing_or_that_no_key_has_is_noticed(
-    found: str, replacement: str | None, said: str
-) -> None:
-    text = DOC.read_text()
-    start = text.index(found)
-    if replacement is None:  # without the table that the row is in
-        start = text.rindex("\n\n", 0, start) + 1
-        end = text.find("\n\n", start + 1)
-        text = text[:start] + (text[end:] if end >= 0 else "")
-    else:
-        text = text[:start] + replacement + text[start + len(found) :]
-    with pytest.raises(AssertionError, match=said):
-        with_tables(text)
-
-
 def test_the_docs_example_loads(tmp_path: Path) -> None:
     (block,) = re.findall(r"```json\n(.*?)```", DOC.read_text(), re.DOTALL)
     drives = [tmp_path / "nvme0", tmp_path / "nvme1"]

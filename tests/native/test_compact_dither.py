@@ -37,19 +37,6 @@ def moments_of(grad: Tensor, *, step: int, isa: Isa, record: Record | None = Non
     return record
 
 
-def test_the_dither_of_every_element_averages_out() -> None:
-    """Below one code; over any 128 steps, and over the elements of any step, near its average of half a code."""
-    units = np.array([[UNIT_M], [UNIT_S]])
-    steps = np.stack([dither(step) for step in range(1, 1025)]) / units - 0.5
-    assert np.abs(steps).max() == 0.5 - 2.0**-15
-    for start in (0, 1, 77, 512, 896):
-        assert np.abs(steps[start : start + 128].mean(axis=0)).max() < 0.0125  # of random ones 0.026 is usual
-    assert np.abs(steps.mean(axis=2)).max() < 0.005
-    m, s = steps[:, 0], steps[:, 1]
-    assert np.abs((m * s).mean(axis=0)).max() < 0.005  # of equal ones 0.083
-    assert np.abs((m * s).mean(axis=1)).max() < 0.01
-
-
 def patterns_above_1(values: np.ndarray, *, span: float) -> np.ndarray:
     """bits(y) - bits(1) of rows of one block; the sum in y is rounded to fp64 first, which decides nothing here."""
     largest = np.abs(values).max(axis=1, keepdims=True)

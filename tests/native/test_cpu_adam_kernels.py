@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import StepScalars
+from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import _kernels, kernels
 from offloadzero.native.kernels import Isa
 from tests.native.kernel_states import (
@@ -61,44 +60,6 @@ def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
     finally:
         torch.set_flush_denormal(False)
     flushed.assert_same_bits(expected)
-
-
-def torch_step(state: State, grad: Tensor, scalars: StepScalars) -> list[Tensor]:
-    """[Note: Adam arithmetic] as separate torch operations: (weights, exp_avg, exp_avg_sq) in fp32."""
-    p = torch.from_numpy(state.weights()).to(grad.device)
-    m, v = state.exp_avg.to(grad.device), state.exp_avg_sq.to(grad.device)
-    g = grad.float() * scalars.grad_scale
-    if scalars.decoupled:
-        p = p * scalars.decay
-    elif scalars.weight_decay:
-        g = g + p * scalars.weight_decay
-    m = m * scalars.beta1 + g * scalars.one_minus_beta1
-    v = v * scalars.beta2 + (g * scalars.one_minus_beta2) * g
-    # On the CPU torch hands sqrt to MKL, which is not correctly rounded; rounding a double's root twice is.
-    root = v.sqrt() if v.is_cuda else v.double().sqrt().float()
-    denom = root * scalars.inv_sqrt_bias_correction2 + scalars.eps
-    p = p - (m * scalars.step_size) / denom
-    return [t.cpu() for t in (p, m, v)]
-
-
-@pytest.mark.parametrize(
-    "hyper", [ADAMW, L2, replace(L2, weight_decay=0.0), replace(ADAMW, bias_correction=False)]
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_separate_torch_operations_give_the_same_bits(device: str, layout: str, hyper: AdamHyper) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    n = 20_011
-    state, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
-    scalars = adam_scalars(hyper, step=5, grad_scale=1 / 3)
-    weights, exp_avg, exp_avg_sq = torch_step(state, grad.to(device), scalars)
-    state.step(grad, hyper=hyper, step=5, grad_scale=1 / 3)
-    assert torch.equal(to_bits(torch.from_numpy(state.weights())), to_bits(weights))
-    assert torch.equal(to_bits(state.exp_avg), to_bits(exp_avg))
-    assert torch.equal(to_bits(state.exp_avg_sq), to_bits(exp_avg_sq))
-    if state.master is not None and state.master.dtype == torch.float32:
-        assert torch.equal(to_bits(state.param), to_bits(weights.to(state.param.dtype)))
 
 
 # --- the right numbers ---
