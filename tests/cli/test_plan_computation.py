@@ -13,7 +13,6 @@ from torch import nn
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import computation, measure
-from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
 from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.cli.plan.report import step_of
@@ -31,7 +30,7 @@ from offloadzero.planning.hardware import (
 )
 from offloadzero.planning.model.shapes import ModelShape
 from offloadzero.planning.model.trace import loss_of_ids, trace_micro_batch
-from offloadzero.update.spec import UpdateForm
+from tests.planning.planners import planner_of
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 
@@ -411,8 +410,7 @@ def test_a_model_that_cannot_be_measured_is_said(
 def test_the_rates_are_found_for_the_step_of_that_model_alone(tmp_path: Path) -> None:
     source = settings(tmp_path, train_micro_batch_size_per_gpu=2)
     machine = Hardware(Memory(host=8 * GIB, nvme=8 * GIB), KNOWN, num_cores=4)
-    question = Question(read_model(SHAPE), lambda _: machine.memory, lambda _: UpdateForm.NATIVE, sequence=16)
-    step = step_of(Planner(question).answer(source), num_local_ranks=1)
+    step = step_of(planner_of(SHAPE, machine.memory, sequence=16).answer(source), num_local_ranks=1)
     count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
     known = replace(machine, of_models={model_key(step.dtype, 32, count): OWN})
     found = known.rates_of(step)

@@ -10,20 +10,18 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.cli.plan.report import step_of
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
-from offloadzero.planning.fit import Memory, with_keys
-from offloadzero.update.spec import UpdateForm
+from offloadzero.planning.fit import with_keys
 from tests.cli.test_plan_traffic import measured
+from tests.planning.planners import planner_of
 from tests.support.tiny import settings
 
 LENGTH, VOCABULARY = 96, 101
-PLENTY = Memory(host=1 << 44, nvme=1 << 44)
 LLAMA = read_model(f"llama:128/5/4/{VOCABULARY}")
 
 
@@ -36,11 +34,6 @@ def mistral() -> nn.Module:
     )
     model: nn.Module = transformers.MistralForCausalLM(config)
     return model
-
-
-def planner(model: ModelSource) -> Planner:
-    question = Question(model, lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=LENGTH)
-    return Planner(question)
 
 
 def source_of(path: Path, tier: str, **keys: Any) -> dict[str, Any]:
@@ -71,7 +64,7 @@ def train_and_look(model: nn.Module, source: dict[str, Any], num_steps: int = 2)
 @pytest.mark.parametrize("model", [LLAMA, ModelSource("mistral", mistral)], ids=["llama", "mistral"])
 def test_inputs_take_what_is_planned(model: ModelSource, tier: str, tmp_path: Path) -> None:
     source = source_of(tmp_path, tier)
-    beside = planner(model).answer(source).beside
+    beside = planner_of(model, sequence=LENGTH).answer(source).beside
     taken = train_and_look(model.build(), source)
     assert taken[TierName.HOST] == beside.host
     assert taken.get(TierName.NVME, 0) == beside.nvme
@@ -81,7 +74,7 @@ def test_inputs_take_what_is_planned(model: ModelSource, tier: str, tmp_path: Pa
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_inputs_move_as_is_forecast(tier: str, tmp_path: Path) -> None:
     source = source_of(tmp_path, tier, gradient_accumulation_steps=2)
-    answer = planner(LLAMA).answer(source)
+    answer = planner_of(LLAMA, sequence=LENGTH).answer(source)
     expected = step_of(answer).traffic
     assert answer.trace is not None
     kept = 2 * sum(call.own for call in answer.trace.inputs[-2:])  # what backward may find where it is
@@ -97,7 +90,7 @@ def test_a_budget_counts_inputs_as_the_engine_does(tier: str, tmp_path: Path) ->
     """The budget that is named is enough for the first step, and a page less is refused by both."""
     key = f"offloadzero.budgets.{tier}"
     source = source_of(tmp_path, tier, budgets={tier: "1KiB"})
-    asked = planner(LLAMA)
+    asked = planner_of(LLAMA, sequence=LENGTH)
     change = asked.smallest_change(source)
     assert list(change.keys) == [key]
     enough = change.keys[key]
@@ -118,7 +111,7 @@ def test_more_blocks_leave_no_less_on_the_device(tier: str, tmp_path: Path) -> N
     found = []
     for num_blocks in (2, 8, 40):
         model = read_model(f"gpt:512/{num_blocks}/4/3000")
-        answer = planner(model).answer(source_of(tmp_path, tier))
+        answer = planner_of(model, sequence=LENGTH).answer(source_of(tmp_path, tier))
         assert answer.trace is not None
         found.append(answer.beside.device)
         assert answer.beside.device <= answer.trace.peak_bytes

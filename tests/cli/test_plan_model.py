@@ -20,7 +20,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.fit import ENOUGH
 from tests.support import models
-from tests.support.tiny import REPOSITORY, TinyModel, settings
+from tests.support.tiny import TinyModel, settings
 from tests.support.training import PLACEMENTS, make_config
 
 PLENTY = {TierName.HOST: 1 << 40}
@@ -246,10 +246,3 @@ def test_a_config_of_transformers_that_is_none(content: object, message: str, tm
     with pytest.raises(ConfigError, match=message) as caught:
         read_model(str(tmp_path / "config.json")).on_meta()
     assert "\n" not in str(caught.value)
-
-
-def test_what_names_no_model() -> None:
-    with pytest.raises(ConfigError, match=r"--model = 'lama:13b': a shape .* \(did you mean 'llama:13b'\?\)"):
-        read_model("lama:13b")
-    with pytest.raises(ConfigError, match="a shape"):
-        read_model(str(REPOSITORY / "not there.json"))

@@ -457,8 +457,10 @@ PLACEMENTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 2)])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "clipping", "accumulation"),
+    [("nvme", 0.0, 1), ("nvme", 1.0, 2), ("all nvme", 0.0, 1), ("states", 1.0, 2), ("device", 0.0, 1)],
+)
 def test_every_wait_of_a_slow_drive_has_a_name(
     placement: str, clipping: float, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

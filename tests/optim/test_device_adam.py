@@ -198,11 +198,6 @@ def test_what_a_gpu_runs_is_rounded_once_and_moves_each_byte_once(
         assert operation in names
 
 
-@needs_triton
-def test_a_contracted_product_would_show(compiler: TritonProcess) -> None:
-    assert "fma.rn.f32" in instructions(compiler(compiled, "fp32", torch.float32, 90, False, True))
-
-
 # --- the first try ---
 
 

@@ -19,7 +19,6 @@ import pytest
 from torch import nn
 
 from benchmarks import lora_model
-
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import answer as plan_answer
 from offloadzero.cli.plan.model import ModelSource

@@ -108,14 +108,18 @@ HOMES: dict[str, tuple[list[Record], tuple[PlacementRule, ...], dict[SegmentKind
     "without rules": (
         records(5000, 7000),
         (),
-        dict.fromkeys((*RECORD_KINDS, GRAD), [DEVICE, DEVICE]),
+        {kind: [DEVICE, DEVICE] for kind in (*RECORD_KINDS, GRAD)},
     ),
     "states are all that the optimizer keeps, and a name of their own wins": (
         records(5000),
         (rule(states="nvme", exp_avg_sq="host"),),
         {PARAM: [DEVICE], MASTER: [NVME], M1: [NVME], M2: [HOST], GRAD: [HOST]},
     ),
-    "a later rule for all of them wins": (records(5000), (rule(exp_avg="host"), rule(states="nvme")), {M1: [NVME]}),
+    "a later rule for all of them wins": (
+        records(5000),
+        (rule(exp_avg="host"), rule(states="nvme")),
+        {M1: [NVME]},
+    ),
     "later rules win segment by segment": (
         THREE,
         FOUR_RULES,
@@ -150,7 +154,7 @@ HOMES: dict[str, tuple[list[Record], tuple[PlacementRule, ...], dict[SegmentKind
     "frozen units have parameters only": (
         records(5000, 6000, frozen=(0,)),
         (everything("host"),),
-        {PARAM: [HOST, HOST], **dict.fromkeys((MASTER, M1, M2, GRAD), [None, HOST])},
+        {PARAM: [HOST, HOST], **{kind: [None, HOST] for kind in (MASTER, M1, M2, GRAD)}},
     ),
     "fp32 parameters have no master": (
         records(5000, dtype=torch.float32),
@@ -177,7 +181,8 @@ def test_a_state_of_another_optimizer_has_no_home() -> None:
 
 def test_a_rule_that_matches_no_unit_is_told() -> None:
     found = idle_rules(
-        TWO_DTYPES, config(rule(param="host"), rule("layer.*", param="nvme"), rule("layers.1", exp_avg="nvme"))
+        TWO_DTYPES,
+        config(rule(param="host"), rule("layer.*", param="nvme"), rule("layers.1", exp_avg="nvme")),
     )
     assert found == [
         "offloadzero.placement: a rule for the units 'layer.*' places nothing: the model has no such unit, it has "

@@ -76,18 +76,6 @@ def traffic_of(model: str, **keys: Any) -> tuple[int, StepTraffic]:
     )
 
 
-@pytest.mark.parametrize(("layout", "update", "drive"), [("fp32", 26, 12), ("compact", 12.1, 5.07)])
-def test_bytes_of_a_large_model_are_those_of_the_design(layout: str, update: float, drive: float) -> None:
-    """Per parameter: two fetches and a gradient in bf16, the update's pass over memory, the states on the drive."""
-    count, found = traffic_of("llama:7b", placement="nvme", state_layout=layout)
-    per_parameter = {lane: size / count for lane, size in found.lanes.items()}
-    assert per_parameter[H2D] == pytest.approx(4, rel=0.05)
-    assert per_parameter[D2H] == pytest.approx(2, rel=0.01)
-    assert per_parameter[UPDATE] == pytest.approx(update, rel=0.01)
-    assert per_parameter[NVME_WRITE] == pytest.approx(drive, rel=0.01)
-    assert per_parameter[NVME_READ] == pytest.approx(drive + 4, rel=0.05)
-
-
 def step_of(by_phase: dict[str, dict[str, int]], **keys: Any) -> Step:
     traffic = StepTraffic({phase: by_phase.get(phase, {}) for phase in (FORWARD, BACKWARD, AFTER)}, 0, 100)
     given = {"trace": TRACE, "num_micro": 1, "update_in_backward": False, "dtype": "bf16", "layout": "fp32"}
