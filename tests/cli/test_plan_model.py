@@ -48,6 +48,9 @@ CONFIGS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
         path, activation_checkpoints={"tier": "host", "input_bytes": "64KiB"}, aio={"checksums": True}
     ),
     "lion": lambda path: settings(path, optimizer={"type": "Lion", "params": {"lr": 1e-3}}, placement="nvme"),
+    "gradients on nvme": lambda path: settings(
+        path, placement={"param": "nvme", "master": "host", "exp_avg": "device", "exp_avg_sq": "host", "grad": "nvme"}
+    ),
 }
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tied": TinyModel,
@@ -102,6 +105,11 @@ def expect_tiers(planned: Callable[[TierName], int], runtime: Any) -> None:
     assert store.host.num_bytes == planned(TierName.HOST) - sums
     files = [] if store.nvme is None else [path for path, _ in store.nvme.files]
     assert sum(path.stat().st_size - MARK_BYTES for path in files) == planned(TierName.NVME)
+    # Everything that was reserved is in use: nothing was counted twice or forgotten.
+    assert (store.device.free_bytes, store.host.free_bytes) == (0, 0)
+    for record in runtime.records:
+        for kind, segment in record.segments.items():
+            assert segment.tier is runtime.plan.placement[record.index, kind]
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])

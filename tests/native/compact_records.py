@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,10 @@ class Record:
         compact.compact_decode(*self.tensors(), *out, **kwargs)
         return out
 
-    def assert_same_bytes(self, other: Record) -> None:
+    def weights(self) -> np.ndarray:
+        return self.decode()[0].numpy()
+
+    def assert_same_bits(self, other: Record) -> None:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 

@@ -55,6 +55,11 @@ class Bench:
     store: TieredStore
     pipeline: UpdatePipeline
 
+    def apply(self, updates: Sequence[RecordUpdate]) -> None:
+        for update in updates:
+            self.pipeline.submit(update)
+        self.wait(updates)
+
     def wait(self, updates: Sequence[RecordUpdate]) -> None:
         for update in updates:
             update.ticket.wait()
@@ -262,10 +267,7 @@ def test_every_combination_of_tiers(
     ]  # fmt: skip
     assert len(cases) == 3 ** len(kinds)
     for _ in range(2):
-        updates = [case.update(bench, case.record.trainable_slots) for case in cases]
-        for update in updates:
-            bench.pipeline.submit(update)
-        bench.wait(updates)
+        bench.apply([case.update(bench, case.record.trainable_slots) for case in cases])
     for case in cases:
         case.check(bench)
 
@@ -293,10 +295,7 @@ def test_chunks_slots_and_threads_change_nothing(
         for number, tiers in enumerate(SPREAD)
     ]  # fmt: skip
     for _ in range(3):
-        updates = [case.update(bench, case.record.trainable_slots) for case in cases]
-        for update in updates:
-            bench.pipeline.submit(update)
-        bench.wait(updates)
+        bench.apply([case.update(bench, case.record.trainable_slots) for case in cases])
     for case in cases:
         case.check(bench)
 
@@ -311,8 +310,7 @@ def test_parts_of_a_record_with_their_own_groups_and_steps(
     slots = case.record.trainable_slots
     for chosen in ([0, 1, 2, 3], [1], [0, 3], [2], [], [3, 2, 1]):
         update = case.update(bench, [slots[i] for i in chosen], grad_scale=0.25)
-        bench.pipeline.submit(update)
-        bench.wait([update])
+        bench.apply([update])
         case.check(bench)
     assert len({slot.step for slot in slots}) > 1
 
@@ -354,8 +352,7 @@ def test_the_gradient_is_handed_back_when_it_was_read(make_bench: MakeBench) -> 
             spoiled.set()
 
         update.on_release = spoil
-        bench.pipeline.submit(update)
-        bench.wait([update])
+        bench.apply([update])
         assert spoiled.is_set()
         case.check(bench)
 

@@ -290,14 +290,6 @@ def test_a_run_of_tokens() -> None:
     assert run.drive_years == pytest.approx(600 * found.seconds / (365.25 * 86_400))
 
 
-def test_the_configurations_of_a_plan_have_a_forecast(tmp_path: Path) -> None:
-    for placement in ("device", "host", "nvme"):
-        _, moved = traffic_of("llama:64/3/4/101", placement=placement, nvme_path=str(tmp_path))
-        step = Step(moved, TRACE, 1, True, "bf16", "fp32")
-        for on_cpu in (True, False):
-            assert seconds(step, device_is_cpu=on_cpu) > 0
-
-
 def test_a_step_that_is_simulated_longer_waits_for_the_lane_of_its_chain() -> None:
     """The advice went by the bound, and said that nothing which moves bytes would help where reads were waited for."""
     chain = SimulatedStep(5.0, {}, {NVME_READ: 3.0, COMPUTE: 2.0}, ())
