@@ -1,28 +1,21 @@
 """`offloadzero doctor` on this machine, and on the files of others."""
 
-
 from __future__ import annotations
-
 
 import json
 import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from offloadzero.cli import doctor, main
-from offloadzero.memory.device import pci_address
-
-
-from dataclasses import replace
-
-import pytest
-
 from offloadzero.cli.checkup import Drive, Facts, Severity, check
+from offloadzero.memory.device import pci_address
 
 
 def test_it_tells_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

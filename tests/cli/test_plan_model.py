@@ -49,7 +49,14 @@ CONFIGS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "lion": lambda path: settings(path, optimizer={"type": "Lion", "params": {"lr": 1e-3}}, placement="nvme"),
     "gradients on nvme": lambda path: settings(
-        path, placement={"param": "nvme", "master": "host", "exp_avg": "device", "exp_avg_sq": "host", "grad": "nvme"}
+        path,
+        placement={
+            "param": "nvme",
+            "master": "host",
+            "exp_avg": "device",
+            "exp_avg_sq": "host",
+            "grad": "nvme",
+        },
     ),
 }
 MODELS: Mapping[str, Callable[[], nn.Module]] = {

@@ -1,11 +1,11 @@
 """What the probe of `offloadzero plan` measures: links, drives, and what a process has resident."""
 
-
 from __future__ import annotations
 
-
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,12 @@ import pytest
 import torch
 
 from offloadzero.cli.output import Progress
-from offloadzero.cli.plan import computation, measure
+from offloadzero.cli.plan import beside, computation, measure
+from offloadzero.cli.plan.beside import copies_beside, drive_beside
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.planning.step.rates import Computation, Rates
 from tests.support.tiny import run_bare_script
-
-
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-
-from offloadzero.cli.bench.points import MIB
-from offloadzero.cli.plan import beside
-from offloadzero.cli.plan.beside import copies_beside, drive_beside
-
 
 MIB, GIB = 1 << 20, 1 << 30
 

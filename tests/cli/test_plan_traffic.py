@@ -1,8 +1,6 @@
 """The bytes of a step as they are forecast against what the lanes of an engine have moved."""
 
-
 from __future__ import annotations
-
 
 import re
 from collections import Counter
@@ -15,37 +13,22 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.model import ModelSource
-from offloadzero.config import load_config
-from offloadzero.engine.planned_model import plan_model, uses_of
-from offloadzero.observe.timeline import COMPUTE, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
-from offloadzero.planning.step.work import AFTER, StepTraffic, step_traffic, work_of_step
-from offloadzero.streaming.residency import ResidencyPolicy
-from offloadzero.streaming.unit_fetches import UnitFetches
-from tests.cli.test_plan_model import CONFIGS, PLENTY
-from tests.support import models
-from tests.support.tiny import TinyModel, tokens
-from tests.support.training import make_config, merge
-
-
-from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
-from torch import nn
-
-import offloadzero
 from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.cli.plan.report import step_of
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.errors import BudgetError
-from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
+from offloadzero.observe.timeline import COMPUTE, D2H, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planning.fit import with_keys
+from offloadzero.planning.step.work import AFTER, StepTraffic, step_traffic, work_of_step
+from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_fetches import UnitFetches
+from tests.cli.test_plan_model import CONFIGS, PLENTY
 from tests.planning.planners import planner_of
-from tests.support.tiny import settings
-
+from tests.support import models
+from tests.support.tiny import TinyModel, settings, tokens
+from tests.support.training import make_config, merge
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 NUM_STEPS = 4

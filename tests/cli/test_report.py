@@ -1,28 +1,12 @@
 """`offloadzero report`: one page, complete, and nothing in a run's files can become markup."""
 
-
 from __future__ import annotations
-
 
 import json
 import os
 import random
-from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from offloadzero.cli import report
-from offloadzero.cli.main import main
-from offloadzero.cli.output import make_page, page_template
-from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, trace_events
-from offloadzero.observe.timeline import Span
-from tests.support.tiny import make_engine, settings, train
-
-
-import json
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +14,15 @@ import pytest
 import torch
 
 import offloadzero
+from offloadzero.cli import report
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.command import FORMAT, FORMAT_VERSION
+from offloadzero.cli.output import make_page, page_template
+from offloadzero.cli.plan import command
 from offloadzero.cli.plan.model import read_model
-from offloadzero.observe.run_dir import FORECAST_FORMAT
+from offloadzero.observe.run_dir import FORECAST_FORMAT, FORMAT, FORMAT_VERSION, trace_events
+from offloadzero.observe.timeline import Span
 from tests.cli.planned import SHAPE, words
-from tests.support.tiny import settings
-
+from tests.support.tiny import make_engine, settings, train
 
 HOSTILE = "</script><script>alert(\"1\")</script><!--<b onclick='x'>&amp; \u2028 ü"
 
@@ -333,8 +319,8 @@ NUM_STEPS = 12
 
 def plan_file(path: Path, seconds: float | None, lanes_s: dict[str, float], **moved: int) -> str:
     plan = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format": command.FORMAT,
+        "format_version": command.FORMAT_VERSION,
         "forecast": {"seconds": seconds, "lanes_s": lanes_s},
         "traffic": {"forward": {"h2d": 5}, "backward": {}, "update": moved},
     }
@@ -431,7 +417,7 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def own_forecast(path: Path, **keys: Any) -> None:
     value = {
         "format": FORECAST_FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": command.FORMAT_VERSION,
         "seconds": 0.5,
         "lane": "compute",
         "lanes_s": {"compute": 0.4, "nvme read": 0.1},

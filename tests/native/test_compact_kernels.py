@@ -19,10 +19,10 @@ from torch import Tensor
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK
-from offloadzero.native import compact, kernels
-from offloadzero.native.kernels import GradCheck, Isa
+from offloadzero.native import compact
+from offloadzero.native.kernels import Isa
 from tests.native.compact_records import Record, make_grad, make_state
-from tests.native.kernel_states import ADAMW, FLOATS, ISAS, L2, place
+from tests.native.kernel_states import ADAMW, FLOATS, ISAS, L2
 
 SIZES = [1, 15, 16, 17, 127, 128, 129, 4097, 100_003]
 LARGEST = np.float64(np.finfo(np.float32).max)

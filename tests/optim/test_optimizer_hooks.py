@@ -1,21 +1,6 @@
 """Hooks on an optimizer run as torch runs them, those that were registered before offloading too."""
 
-
 from __future__ import annotations
-
-
-from collections.abc import Callable
-from typing import Any
-
-import pytest
-import torch
-from torch.optim import optimizer as torch_optimizer
-
-import offloadzero
-from offloadzero.errors import ConfigError, StateError
-from tests.support.plain_form import make_model, make_optimizer
-from tests.support.tiny import settings, tokens
-
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
-from offloadzero.errors import StateError
+import offloadzero
+from offloadzero.errors import ConfigError, StateError
 from tests.support.plain_form import final_weights, make_model, make_optimizer, offloaded
-from tests.support.tiny import tokens
-
+from tests.support.tiny import settings, tokens
 
 KINDS = (
     "step_pre",

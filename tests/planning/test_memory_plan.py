@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +18,6 @@ from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.homes import idle_rules, place
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
@@ -32,7 +29,6 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
-from tests.support.tiny import TinyModel, make_engine, settings, train
 
 PARAM, MASTER, M1, M2, _, GRAD = ADAM.kinds
 DEVICE, HOST, NVME = TierName

@@ -1,8 +1,6 @@
 """The simulated step: small cases by hand, the bytes of the traffic, and the bound."""
 
-
 from __future__ import annotations
-
 
 import functools
 from collections.abc import Sequence
@@ -30,22 +28,12 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
+from offloadzero.planning.step.lanes import Choice, Queue, Tasks, simulate
 from offloadzero.planning.step.rates import Rates
 from offloadzero.planning.step.simulation import LaneRates, SimulatedStep, simulate_step
 from offloadzero.planning.step.work import StepWork, UnitUse, UnitWork, work_of_step
 from tests.planning.test_time_model import KNOWN, TRACE
 from tests.support.tiny import settings
-
-
-from collections.abc import Sequence
-
-import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-
-from offloadzero.planning.step.lanes import Choice, Queue, Tasks, simulate
-
 
 NOT_SHARED = replace(KNOWN, nvme_mixed=None)
 LANES = (H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)
