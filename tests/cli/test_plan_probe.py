@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from offloadzero.cli.output import Progress
-from offloadzero.cli.plan import beside, computation, measure
-from offloadzero.cli.plan.beside import copies_beside, drive_beside
+from offloadzero.cli.plan import computation, measure
+from offloadzero.cli.plan import computation as beside
+from offloadzero.cli.plan.computation import copies_beside, drive_beside
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.step.rates import Computation, Rates
+from offloadzero.planning.step.forecast import Computation, Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -149,11 +150,12 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(computation, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(measure, "DRIVE_FILE_BYTES", 16 * MIB)
     drive = measure.drive_rates
 
     def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:
         assert time_s > 10
-        return drive(paths, time_s=5.0, num_bytes=16 * MIB)
+        return drive(paths, time_s=5.0)
 
     monkeypatch.setattr(measure, "drive_rates", small_drive)
     rates = measure.measure(find_device("cpu"), [tmp_path / "made later"])
@@ -245,7 +247,7 @@ def test_a_slow_computation_has_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert copies_beside(computes_for(0.01)) > 0
     assert len(turns) == beside.NUM_TURNS
     assert min(turns) >= 0.04, "four micro batches"
-    monkeypatch.setattr(beside, "MOST_S", 0.1)
+    monkeypatch.setattr(beside, "MOST_BESIDE_S", 0.1)
     monkeypatch.setattr(beside, "MOST_TURN_S", 0.1)
     for seconds, expected in ((0.05, 0.1), (0.2, 0.2)):
         turns.clear()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadzero
+from offloadzero.observe.texts import format_bytes
 from offloadzero import zero
 from offloadzero.activations import store as activations
 from offloadzero.config import OffloadConfig, load_config
@@ -31,7 +32,7 @@ from offloadzero.errors import BudgetError
 from offloadzero.planning.engine_plan import expect_room
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.machine import cores_beside_launching
-from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory
+from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.report import Forecaster
+from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.hardware import share_of
 from offloadzero.planning.step.forecast import Forecast, Step, simulated
-from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, Rates
+from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK
+from offloadzero.planning.step.forecast import Rates
 from offloadzero.update.spec import UpdateForm
 from tests.cli.planned import MACHINE
 from tests.planning.planners import WITH_DEVICE, planner_of
@@ -150,9 +151,8 @@ def step_on(
     planner = planner_of(model, WITH_DEVICE, form=UpdateForm.TRITON, sequence=512, **ranks)
     base = settings("/tmp", train_micro_batch_size_per_gpu=1, gradient_clipping=1.0)
     answer = planner.answer(merge(base, over))
-    forecaster = Forecaster(planner.question, cluster.rank(num_local), cluster)
-    step = forecaster.step(answer)
-    return answer.planned.num_parameters, step, forecaster.forecast(step)
+    step = step_of(answer, num_local_ranks=num_local, cluster=cluster)
+    return answer.planned.num_parameters, step, cluster.rank(num_local).forecast(step)
 
 
 TWO = {**LARGE, "machines": 2}

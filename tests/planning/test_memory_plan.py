@@ -18,11 +18,11 @@ from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.homes import idle_rules, place
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     first_enough,
-    format_bytes,
     nvme_bytes_with_waiting,
     plan_memory,
     updates_in_backward,

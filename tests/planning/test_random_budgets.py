@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.model import ModelSource, read_model
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.fit import ENOUGH, with_keys
+from offloadzero.planning.engine_plan import ENOUGH
+from offloadzero.planning.engine_plan import with_keys
 from tests.planning.planners import planner_of
 from tests.support.tiny import run_script, settings
 
