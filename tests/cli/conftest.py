@@ -12,8 +12,7 @@ import pytest
 from torch import nn
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.planning.model.shapes import ModelSource
-from offloadzero.planning.model.shapes import ModelShape
+from offloadzero.planning.model.shapes import ModelShape, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, trace_blocks
 from tests.cli.planned import PlanJson, PlanText, words
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offloadzero.planning.hardware import Memory
-from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.hardware import Hardware, Memory
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from offloadzero.cli import doctor, main
-from offloadzero.cli.doctor import check
-from offloadzero.cli.doctor import Drive, Facts, Severity
+from offloadzero.cli.doctor import Drive, Facts, Severity, check
 from offloadzero.memory.device import pci_address
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from offloadzero.planning.model.shapes import read_model
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan.answer import Planner
 from offloadzero.cli.plan.command import FORMAT, read_count
 from offloadzero.errors import ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.hardware import Memory
-from offloadzero.planning.model.shapes import read_shape
+from offloadzero.planning.model.shapes import read_model, read_shape
 from tests.cli.planned import GIB, MACHINE, MIB, SHAPE, PlanJson, PlanText, words
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.cli.plan.report import step_of
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
@@ -21,6 +20,7 @@ from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.errors import BudgetError
 from offloadzero.observe.timeline import COMPUTE, D2H, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planning.engine_plan import with_keys
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import AFTER, StepTraffic, work_of_step
 from offloadzero.streaming.residency import ResidencyPolicy

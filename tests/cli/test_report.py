@@ -18,10 +18,9 @@ from offloadzero.cli import report
 from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.output import make_page, page_template
 from offloadzero.cli.plan import command
-from offloadzero.planning.model.shapes import read_model
-from offloadzero.observe.monitor import FORMAT, FORMAT_VERSION
-from offloadzero.observe.monitor import FORECAST_FORMAT, trace_events
+from offloadzero.observe.monitor import FORECAST_FORMAT, FORMAT, FORMAT_VERSION, trace_events
 from offloadzero.observe.timeline import Span
+from offloadzero.planning.model.shapes import read_model
 from tests.cli.planned import SHAPE, words
 from tests.support.tiny import make_engine, settings, train
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.planning.hardware import Memory
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.update.spec import UpdateForm
 
 PLENTY = Memory(host=1 << 44, nvme=1 << 44)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadzero
-from offloadzero.observe.texts import format_bytes
 from offloadzero import zero
 from offloadzero.activations import store as activations
 from offloadzero.config import OffloadConfig, load_config
@@ -29,6 +28,7 @@ from offloadzero.config.schema import (
 )
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import expect_room
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.machine import cores_beside_launching

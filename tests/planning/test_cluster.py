@@ -17,9 +17,8 @@ from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, 
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.hardware import share_of
-from offloadzero.planning.step.forecast import Forecast, Step, simulated
+from offloadzero.planning.step.forecast import Forecast, Rates, Step, simulated
 from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK
-from offloadzero.planning.step.forecast import Rates
 from offloadzero.update.spec import UpdateForm
 from tests.cli.planned import MACHINE
 from tests.planning.planners import WITH_DEVICE, planner_of

@@ -22,7 +22,6 @@ from offloadzero.planning import placement as module
 from offloadzero.planning.engine_plan import memory_with, with_keys
 from offloadzero.planning.hardware import Hardware, Memory, cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
-from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.placement import (
     BY_BYTES,
     Filling,

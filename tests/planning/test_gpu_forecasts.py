@@ -21,9 +21,8 @@ from torch import nn
 from benchmarks import lora_model
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import answer as plan_answer
-from offloadzero.planning.model.shapes import ModelSource
 from offloadzero.planning.engine_plan import Change
-from offloadzero.planning.model.shapes import PUBLISHED
+from offloadzero.planning.model.shapes import PUBLISHED, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.engine_plan import ENOUGH
-from offloadzero.planning.engine_plan import with_keys
+from offloadzero.planning.engine_plan import ENOUGH, with_keys
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from tests.planning.planners import planner_of
 from tests.support.tiny import run_script, settings
 

@@ -27,9 +27,18 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.model.trace import MicroBatchTrace
-from offloadzero.planning.step.advice import FASTER, faster
-from offloadzero.planning.step.forecast import COPY, DRIVE, OVERLAP, Forecast, Rates, Step, compute_seconds, forecast, plan_step
-from offloadzero.planning.step.advice import forecast_run
+from offloadzero.planning.step.advice import FASTER, faster, forecast_run
+from offloadzero.planning.step.forecast import (
+    COPY,
+    DRIVE,
+    OVERLAP,
+    Forecast,
+    Rates,
+    Step,
+    compute_seconds,
+    forecast,
+    plan_step,
+)
 from offloadzero.planning.step.simulation import SimulatedStep
 from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, NVME_MIXED, StepTraffic
 from tests.support.tiny import settings
