@@ -15,6 +15,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from offloadzero.access.dtensors import expect_no_dtensors
 from offloadzero.api.optimizer_loading import plan_optimizer_load
 from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
 from offloadzero.api.param_groups import GroupMembers, expect_rates, group_defaults
@@ -26,7 +27,6 @@ from offloadzero.engine.process_group import config_of_rank, join_group, telling
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.step_report import StepReport
-from offloadzero.parameters.dtensors import expect_no_dtensors
 from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
 from offloadzero.step.script.scaled_losses import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot

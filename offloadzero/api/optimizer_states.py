@@ -14,27 +14,29 @@ from typing import Any, NoReturn
 
 import torch
 
+from offloadzero.access.state import state_tensor
+from offloadzero.access.tensor import RemoteValue
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.state import state_tensor
 from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 
-class _State:
-    """The place to which one state of one parameter is written."""
+class _State(RemoteValue):
+    """One state of one parameter."""
 
-    def __init__(self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str) -> None:
-        self.name = f"{slot.name}.{key}"
-        self.taken_with = "state_dict() or optimizer.state"
+    def __init__(
+        self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str, value: torch.Tensor
+    ) -> None:
+        super().__init__(f"{slot.name}.{key}", value.shape, value.dtype, value.device)
         self._weights = weights
         self._record = record
         self._slot = slot
         self._key = key
 
     @property
-    def history(self) -> tuple[int, ...]:
+    def version(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
         slot = self._slot
         num_writes = slot.num_writes if self._key == "master" else slot.num_state_writes.get(self._key, 0)
@@ -75,7 +77,12 @@ def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[
     if record.dtype != torch.float32:
         states["master"] = weights.read_master(record, slot)
     states.update(weights.states.read_codes(record, slot))
-    return {key: state_tensor(value, _State(weights, record, slot, key)) for key, value in states.items()}
+    return {
+        key: state_tensor(
+            value, _State(weights, record, slot, key, value), taken_with="state_dict() or optimizer.state"
+        )
+        for key, value in states.items()
+    }
 
 
 class StateDict(dict[str, Any]):

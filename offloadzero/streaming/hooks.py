@@ -16,7 +16,7 @@ Saved-tensor hooks do not nest: only the innermost pair runs. Under an outer pai
 checkpointing, save_on_cpu) the pair here hands every tensor that is no weight on to it; otherwise checkpointing would
 silently keep all activations.
 
-Parameters read outside their sites are `AwayParameter`s: [Note: a parameter away] in offloadzero/parameters/weight.py.
+Parameters read outside their sites are `AwayParameter`s: [Note: a parameter away] in offloadzero/access/parameter.py.
 For operations that do not look at the class (an autograd Function in C++) `F.linear(x, self.wte.weight)` in another
 module's forward is caught at the read as well: the dict behind `module.weight` brings the unit to the device. The
 saved-tensor hooks turn the weight that autograd saves into a handle; under a foreign pair of hooks the read gets a
@@ -49,6 +49,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero.access.parameter import PresentParameter
+from offloadzero.access.state import is_copy_of, state_tensor
+from offloadzero.access.weight import Counted, weight_of
 from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
@@ -66,8 +69,6 @@ from offloadzero.core.torch_private import (
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.timeline import Timeline
-from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
-from offloadzero.parameters.weight import PresentParameter, weight_of
 from offloadzero.streaming.access.gathered_values import ScriptBlocks
 from offloadzero.streaming.access.unit_reads import UnitReads
 from offloadzero.streaming.access.weights import WeightAccess
@@ -475,11 +476,10 @@ class ModelHooks:
                 if id(param) in self._tied
                 else []
             )
-            state_dict[prefix + name] = (
-                same[0].detach()
-                if same
-                else state_tensor(self._weights.read(record, slot), WrittenWeight(weight))
-            )
+            if same:
+                state_dict[prefix + name] = same[0].detach()
+            else:
+                state_dict[prefix + name] = state_tensor(self._weights.read(record, slot), Counted(weight))
 
     def _take_state_dict(
         self,

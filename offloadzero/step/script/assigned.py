@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from offloadzero.access.gradient import GradientTensor, GradientValue
 from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
-from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.script.param_grad import GradientAccess, GradientHandle, expect_dense
 
@@ -90,7 +90,7 @@ def passed_on(changes: Sequence[Change]) -> list[Change]:
 
 def bring_home(changes: Sequence[Change], access: GradientAccess) -> None:
     """Make assigned gradients the gradients, and leave dropped ones out: [Note: gradients assigned from gradients]."""
-    by_source: dict[GradientSource, Change] = {change.handle.source: change for change in changes}
+    by_source: dict[GradientValue, Change] = {change.handle.source: change for change in changes}
     reads = {
         source: change.grad.source
         for source, change in by_source.items()

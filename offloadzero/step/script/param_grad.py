@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offloadzero.access.gradient import GradientTensor, GradientValue, product_is_exact
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import (
@@ -50,7 +51,6 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
 from offloadzero.streaming.access.agreed_reads import Announcements
@@ -70,24 +70,12 @@ class Contribution(NamedTuple):
     backward: int  # the number of the backward that has brought it
 
 
-class ParamGradient:
-    """The gradient of one parameter until it is dropped: a GradientSource. Later reads and writes raise StateError.
+class ParamGradient(GradientValue):
+    """The gradient of one parameter until it is dropped. Later reads and writes raise StateError.
 
-    It holds neither parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
+    They raise it as well for a gradient that is lost, or gone with an update in backward. This object holds neither
+    parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
     """
-
-    __slots__ = (
-        "_access",
-        "contribution",
-        "device",
-        "dtype",
-        "handle",
-        "index",
-        "is_dropped",
-        "name",
-        "num_tensors",
-        "shape",
-    )
 
     def __init__(
         self,
@@ -98,16 +86,12 @@ class ParamGradient:
         slot: ParamSlot,
         device: torch.device,
     ) -> None:
+        super().__init__(f"{slot.name}.grad", slot.shape, record.dtype, device)
         self._access = weakref.ref(access)
         self.handle = weakref.ref(handle)
         self.index = (record.index, slot.index)
-        self.name = f"{slot.name}.grad"
-        self.shape = slot.shape
-        self.dtype = record.dtype
-        self.device = device
         self.is_dropped = False
         self.contribution: Contribution | None = None
-        self.num_tensors = 0  # tensors made of it: with views there are more than one
 
     def _expect(self) -> GradientAccess:
         access = self._access()
@@ -118,17 +102,36 @@ class ParamGradient:
             )
         return access
 
-    def read(self) -> Tensor:
-        """Return the present value, on the device; not to be written into."""
-        return self._expect().read(self)
+    def read(self, *, to_write: bool = False) -> Tensor:
+        """Return the present value, on the device; it may be the home itself."""
+        value = self._present(self._expect())
+        return value.clone() if to_write else value
 
-    def read_to_write(self) -> Tensor:
-        """Return the present value, in memory of its own."""
-        return self._expect().read(self).clone()
+    def _present(self, access: GradientAccess) -> Tensor:
+        state, slot = access.locate(self)
+        contribution = self.contribution
+        if contribution is not None and contribution.is_all:
+            return contribution.grad
+        added = None if contribution is None else contribution.grad
+        if slot.index not in state.arrived:
+            value = access.at_home(state, slot) if added is None else access.with_earlier(state, slot, added)
+        else:
+            value = state.targets[slot.index] if added is None else state.targets[slot.index] + added
+            if state.lease is not None:  # else the flat gradient is the home
+                value = access.with_earlier(state, slot, value)
+        return value.to(self.dtype).view(slot.shape)
 
     def write(self, value: Tensor) -> None:
-        """Replace the value."""
-        self.contribution = self._expect().write(self, value)
+        """Write the value to the gradient's place; what the hook has not taken yet is replaced."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        if self.contribution is not None:
+            self.contribution = self.contribution._replace(grad=value, is_all=True)
+        elif slot.index in state.arrived:
+            state.targets[slot.index].copy_(value)
+            state.forget(slot)  # drops the part at home
+        else:
+            access.store(state, slot, value)
 
     def take_contribution(self) -> Contribution | None:
         """Return what autograd has added since the last call, if it has."""
@@ -136,34 +139,64 @@ class ParamGradient:
         return contribution
 
     def norm(self) -> float | None:
-        """The 2-norm; None where only a read would tell it."""
-        return self._expect().norm(self)
+        """The 2-norm as measured; None for a gradient in a lease, or one that has not been measured."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        if self.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
+            return None
+        return math.sqrt(state.sq_norm_of(slot, access.sq_norm_at_home(state, slot)))
 
     def scale(self, factor: float) -> bool:
-        """Keep a factor; return False where it would give other numbers than a multiplication."""
-        return self._expect().scale(self, factor)
+        """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        before = state.factors.get(slot.index, 1.0)
+        if self.contribution is not None or slot.index in state.arrived or not math.isfinite(factor):
+            return False
+        if not product_is_exact(before, factor):
+            return False
+        if slot.index in state.zeroed:
+            return True
+        if abs(before * factor) > 1.0:
+            if state.is_unmeasured:
+                return False
+            bound = math.sqrt(access.sq_norm_at_home(state, slot)) * abs(before * factor)
+            if not bound <= torch.finfo(self.dtype).max:
+                return False  # an element may overflow
+        state.set_factor(slot, before * factor)
+        access.note_edit(state, slot, "times", before * factor)
+        return True
 
     def clear(self) -> None:
-        """Make the gradient zero."""
-        self.contribution = self._expect().clear(self)
+        """Make it zeros, which are written only if they still stand at the step."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        if self.contribution is not None or slot.index in state.arrived or access.updates_in_backward:
+            self.write(torch.zeros(slot.shape, dtype=self.dtype, device=self.device))
+        else:
+            state.clear(slot)
+            access.note_edit(state, slot, "zero")
 
     def accept(self, contribution: Tensor) -> bool:
-        """Take `contribution` for the hook if autograd is adding it to the gradient; return whether it is."""
-        accepted = self._expect().accepted(self, contribution)
-        if accepted is not None:
-            self.contribution = accepted
-        return accepted is not None
+        """Take `contribution` for the hook if autograd adds it right now, replacing a left-over one."""
+        access = self._expect()
+        node, backward = current_autograd_node(), current_graph_task_id()
+        left, handle = self.contribution, self.handle()
+        if node is None or handle is None or handle.taken_in == backward:
+            return False  # a hook's own addition
+        if left is not None and access.runs(left.backward):
+            return False
+        if getattr(node, "variable", None) is not handle.param:
+            return False
+        access.note_running(backward)
+        self.contribution = Contribution(contribution, is_all=False, backward=backward)
+        return True
 
     def is_worn(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter's `grad`."""
-        access = self._access()
-        return access is not None and not self.is_dropped and access.is_worn(self, tensor)
-
-    def left_by(self, tensor: Tensor) -> None:
-        """Make a new tensor for this gradient, as `tensor` was given other memory."""
         handle = self.handle()
-        if handle is not None and handle.tensor is tensor:
-            handle.tensor = GradientTensor(self)
+        with DisableTorchFunctionSubclass():
+            return not self.is_dropped and handle is not None and handle.param.grad is tensor
 
 
 class GradientHandle:
@@ -234,10 +267,7 @@ class _AtEnd:
 
 
 class GradientAccess:
-    """Reads and writes gradients of single parameters: [Note: the life of param.grad].
-
-    The calls from `param.grad` raise StateError for a gradient that is lost, or gone with an update in backward.
-    """
+    """The places of single parameters' gradients: [Note: the life of param.grad]."""
 
     def __init__(
         self,
@@ -271,7 +301,7 @@ class GradientAccess:
         self._num_threads = num_threads
         self._gradients = gradients
         self._previous_update = previous_update
-        self._updates_in_backward = updates_in_backward
+        self.updates_in_backward = updates_in_backward
         self._running: dict[int, weakref.ref[_AtEnd]] = {}  # backwards, by number
 
     def handles(self, record: Record) -> tuple[GradientHandle, ...]:
@@ -285,12 +315,13 @@ class GradientAccess:
 
         return tuple(handle(slot) for slot in record.trainable_slots)
 
-    def _located(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
+    def locate(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
+        """Return where a gradient is, for work that the caller launches next. StateError for one that is not."""
         record_index, slot_index = source.index
         state = self._gradients[record_index]
         slot = state.record.trainable_slots[slot_index]
         self._expect_reachable(state, slot, source)
-        if self._updates_in_backward and (state.closed or state.arrived or state.home is None):
+        if self.updates_in_backward and (state.closed or state.arrived or state.home is None):
             raise StateError(
                 f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "
                 "to keep gradients until they are dropped"
@@ -325,112 +356,25 @@ class GradientAccess:
                 f"{source.name}: {why}: engine.get_global_grad_norm() gives the norm of a step, gradient_clipping clips"
             )
 
-    # --- calls from param.grad ---
-
-    def read(self, source: ParamGradient) -> Tensor:
-        """Return the value in the parameter's dtype and shape, on the device; it may be the home itself."""
-        state, slot = self._located(source)
-        contribution = source.contribution
-        if contribution is not None and contribution.is_all:
-            return contribution.grad
-        added = None if contribution is None else contribution.grad
-        if slot.index not in state.arrived:
-            value = self._at_home(state, slot) if added is None else self._with_earlier(state, slot, added)
-        else:
-            value = state.targets[slot.index] if added is None else state.targets[slot.index] + added
-            if state.lease is not None:  # else the flat gradient is the home
-                value = self._with_earlier(state, slot, value)
-        return value.to(source.dtype).view(slot.shape)
-
-    def write(self, source: ParamGradient, value: Tensor) -> Contribution | None:
-        """Write the value to the gradient's place; return the contribution that the hook takes then."""
-        state, slot = self._located(source)
-        if source.contribution is not None:
-            return source.contribution._replace(grad=value, is_all=True)
-        if slot.index in state.arrived:
-            state.targets[slot.index].copy_(value)
-            state.forget(slot)  # drops the part at home
-        else:
-            self.store(state, slot, value)
-        return None
-
-    def norm(self, source: ParamGradient) -> float | None:
-        """The 2-norm as measured; None for a gradient in a lease, or one that has not been measured."""
-        state, slot = self._located(source)
-        if source.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
-            return None
-        return math.sqrt(state.sq_norm_of(slot, self._sq_norm_at_home(state, slot)))
-
-    def scale(self, source: ParamGradient, factor: float) -> bool:
-        """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
-        state, slot = self._located(source)
-        before = state.factors.get(slot.index, 1.0)
-        if source.contribution is not None or slot.index in state.arrived or not math.isfinite(factor):
-            return False
-        if not product_is_exact(before, factor):
-            return False
-        if slot.index in state.zeroed:
-            return True
-        if abs(before * factor) > 1.0:
-            if state.is_unmeasured:
-                return False
-            bound = math.sqrt(self._sq_norm_at_home(state, slot)) * abs(before * factor)
-            if not bound <= torch.finfo(source.dtype).max:
-                return False  # an element may overflow
-        state.set_factor(slot, before * factor)
-        self._note_edit(state, slot, "times", before * factor)
-        return True
-
-    def clear(self, source: ParamGradient) -> Contribution | None:
-        """Make it zeros, which are written only if they still stand at the step; return like `write`."""
-        state, slot = self._located(source)
-        if source.contribution is not None or slot.index in state.arrived or self._updates_in_backward:
-            return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
-        state.clear(slot)
-        self._note_edit(state, slot, "zero")
-        return None
-
-    def accepted(self, source: ParamGradient, grad: Tensor) -> Contribution | None:
-        """Return the contribution of a backward if autograd adds `grad` right now, replacing a left-over one."""
-        node = current_autograd_node()
-        backward, left, handle = current_graph_task_id(), source.contribution, source.handle()
-        if node is None or handle is None or handle.taken_in == backward:
-            return None  # a hook's own addition
-        if left is not None and self._runs(left.backward):
-            return None
-        record_index, slot_index = source.index
-        slot = self._gradients[record_index].record.trainable_slots[slot_index]
-        if getattr(node, "variable", None) is not slot.param:
-            return None
-        self._note_running(backward)
-        return Contribution(grad, is_all=False, backward=backward)
-
-    def _note_running(self, backward: int) -> None:
+    def note_running(self, backward: int) -> None:
         """Remember the running backward: autograd keeps its callbacks alive as long as it runs."""
-        if not self._runs(backward):
+        if not self.runs(backward):
             at_end = _AtEnd()
             queue_backward_callback(at_end)
             self._running = {number: end for number, end in self._running.items() if end() is not None}
             self._running[backward] = weakref.ref(at_end)
 
-    def _runs(self, backward: int) -> bool:
+    def runs(self, backward: int) -> bool:
         """Whether a backward runs that has brought gradients; this one may run inside it, in a hook."""
         end = self._running.get(backward)
         return end is not None and end() is not None
-
-    def is_worn(self, source: ParamGradient, tensor: Tensor) -> bool:
-        """Whether the parameter's `grad` is `tensor`."""
-        record_index, slot_index = source.index
-        slot = self._gradients[record_index].record.trainable_slots[slot_index]
-        with DisableTorchFunctionSubclass():
-            return slot.param.grad is tensor
 
     # --- at home ---
 
     def drop(self, state: RecordGradient, slot: ParamSlot) -> None:
         """Leave a gradient that the script has dropped out of the step."""
         state.forget(slot)
-        self._note_edit(state, slot, "dropped")
+        self.note_edit(state, slot, "dropped")
 
     def store(self, state: RecordGradient, slot: ParamSlot, value: Tensor) -> None:
         """Make `value` (of any floating-point dtype) the gradient of the window so far."""
@@ -454,9 +398,9 @@ class GradientAccess:
         # This waits until the value is there, also on the device.
         state.assign(slot, device_math.sq_norm(target, num_threads=self._num_threads))
         self._measured = []
-        self._note_edit(state, slot, "stored", values=value)
+        self.note_edit(state, slot, "stored", values=value)
 
-    def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
+    def at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
         """Return the landed gradient with its factor, flat, in the home's dtype, on the device."""
         home = state.home
         if home is None:
@@ -481,7 +425,7 @@ class GradientAccess:
                 self._homes.gather(state.record, slot, home, flat, f"{slot.name}.grad")
         return flat
 
-    def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
+    def sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
         """Return the squared norm of what the home holds of a parameter, on all ranks together."""
         if state.record.shard.world_size == 1:
             self._wait_landed(state)
@@ -510,7 +454,7 @@ class GradientAccess:
             gradient.record.index: [next(totals) for _ in gradient.sq_norms] for gradient in present
         }
 
-    def _note_edit(
+    def note_edit(
         self, state: RecordGradient, slot: ParamSlot, *what: object, values: Tensor | None = None
     ) -> None:
         """Take note of an edit of the gradient, which all ranks make."""
@@ -519,11 +463,11 @@ class GradientAccess:
             record.index, slot.index, "grad", *what, values=values, dtype=record.grad_dtype
         )
 
-    def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
+    def with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
         """Return a contribution of the running backward, with earlier ones added."""
         if slot.index not in state.present:
             return grad
-        earlier = self._at_home(state, slot).view(slot.shape)
+        earlier = self.at_home(state, slot).view(slot.shape)
         return (earlier.float() + grad.float()).to(earlier.dtype)
 
     def _wait_landed(self, state: RecordGradient) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from offloadzero.access.gradient import GradientTensor, GradientValue
 from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import StateError
-from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.step.script.assigned import Change, bring_home, passed_on
 from offloadzero.step.script.param_grad import (
@@ -81,7 +81,7 @@ class GradientWindow:
         """Begin a new window, in which the present gradients are zero."""
         self.gradients.renew()
         others: list[tuple[RecordGradient, GradientHandle, torch.Tensor]] = []
-        zeroed: set[GradientSource] = set()
+        zeroed: set[GradientValue] = set()
         for index, handles in self.handles.items():
             for handle in handles:
                 handle.source.take_contribution()

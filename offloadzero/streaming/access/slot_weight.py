@@ -7,55 +7,32 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import increment_version
 
+from offloadzero.access.parameter import offload_parameter
+from offloadzero.access.weight import Weight
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import ConfigError
-from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, offload_parameter
 from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 
-class SlotWeight:
-    """One parameter for a script's operations: a `Weight` of offloadzero.parameters."""
+class SlotWeight(Weight):
+    """One parameter of an offloaded model."""
 
     def __init__(self, access: WeightAccess, record: Record, slot: ParamSlot) -> None:
+        super().__init__(slot.name, slot.shape, record.dtype, access.device)
         self._access = access
         self._record = record
         self._slot = slot
-        self._alias = HeldAlias()
 
     @property
-    def name(self) -> str:
-        """The parameter's name in the model."""
-        return self._slot.name
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's shape."""
-        return self._slot.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-        return self._record.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the computation runs."""
-        return self._access.device
-
-    @property
-    def history(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """The numbers of the unit's updates begun so far, and of writes to this parameter."""
         return self._access.num_updates(self._record), self._slot.num_writes
 
-    def read(self) -> torch.Tensor:
-        """Return the value on the device; not to be written."""
-        return self._access.value(self._record, self._slot)
-
-    def read_to_write(self) -> torch.Tensor:
-        """Return the value on the device, in memory of its own."""
-        return self._access.value(self._record, self._slot, to_write=True)
+    def read(self, *, to_write: bool = False) -> torch.Tensor:
+        """Return the value on the device."""
+        return self._access.value(self._record, self._slot, to_write=to_write)
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
@@ -67,20 +44,16 @@ class SlotWeight:
             with DisableTorchFunctionSubclass():
                 increment_version(self._slot.param)
 
-    def alias(self) -> Alias:
-        """Return the tensor that stands for the value until `assign`."""
-        return self._alias.of(self)
-
     def assign(self, value: torch.Tensor) -> None:
         """Do `param.data = value`. Raises ConfigError for another shape, dtype or device."""
-        if self._alias.stands_for(value):
+        if self.is_assigned_itself(value):
             return
         expect_alike(self.name, value, shape=self.shape, dtype=self.dtype)
         if value.device.type != self.device.type:
             raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
-        expect_own_value(self, value)
+        self.expect_own(value)
         value = value.detach().clone()
-        self._alias.fix(self)
+        self.leave_alias()
         self.write(value)
         self.count_write()  # refused: in torch a graph over the former memory would go on with it
 

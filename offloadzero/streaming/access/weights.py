@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from offloadzero.access.tensor import RemoteTensor
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
-from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.access.states import StateAccess
 from offloadzero.streaming.access.unit_reads import UnitReads

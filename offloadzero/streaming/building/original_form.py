@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from offloadzero.access.parameter import restore_parameter
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
-from offloadzero.parameters.weight import restore_parameter
 from offloadzero.ranks.group import Group
 from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.initial_values import write_weights

@@ -24,12 +24,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offloadzero.access import collectives
+from offloadzero.access.processes import send_by_value
+from offloadzero.access.trees import leaves_of, map_leaves
 from offloadzero.core.torch_private import (
     autocast_key,
     disabled_torch_function_impl,
@@ -42,76 +45,40 @@ from offloadzero.core.torch_private import (
 )
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.memory.pages import FreedMemory
-from offloadzero.parameters import collectives
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.trees import leaves_of, map_leaves
 
 META = torch.device("meta")
 
 TorchOp = Any  # torch._ops.OpOverload: its class has no public name
 
 
-class Source(Protocol):
-    """The object that has the value of a remote tensor."""
+class RemoteValue:
+    """A value that lives elsewhere: what a remote tensor reads and writes.
 
-    @property
-    def name(self) -> str:
-        """The name in errors: `blocks.3.mlp.weight`, or its gradient."""
+    `name` is for errors: `blocks.3.mlp.weight`, or its gradient. `device` is where a read brings the value.
+    """
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the value."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device to which `read()` brings the value."""
-
-    def read(self) -> Tensor:
-        """Return the value: contiguous, on the device, read-only; there until two other values have been read."""
-
-    def read_to_write(self) -> Tensor:
-        """Return the value in memory that the caller may write and then give to `write`."""
-
-    def write(self, value: Tensor) -> None:
-        """Replace the value by one of its shape and dtype. The memory then belongs to the source."""
-
-
-class FixedSource:
-    """A tensor that a script has given to `tensor.data`: written in place, for its other holders to see."""
-
-    def __init__(self, name: str, value: Tensor, *, stride: tuple[int, ...]) -> None:
-        """Hold `value`. `stride` is that of the tensor that now looks at it, and keeps it."""
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.name = name
-        self.shape = value.shape
-        self.dtype = value.dtype
-        self.device = value.device
-        self._value = value
-        self._stride = stride
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
 
     @property
-    def history(self) -> tuple[int, int]:
-        """Numbers that differ after each change of the value."""
-        if isinstance(self._value, RemoteTensor):
-            return getattr(self._value.source, "history", (-1, 0))
-        return -1, 0 if self._value.is_inference() else self._value._version
+    def version(self) -> tuple[int, ...] | None:
+        """Numbers that differ after each change of the value, and only then; None where nobody counts."""
+        return None
 
-    def read(self) -> Tensor:
-        """Return the value in the layout that a reader expects."""
-        lies_so = self._value.stride() == self._stride and not isinstance(self._value, RemoteTensor)
-        return self._value if lies_so else self.read_to_write()
+    def read(self, *, to_write: bool = False) -> Tensor:
+        """Return the value, contiguous and on the device.
 
-    def read_to_write(self) -> Tensor:
-        """Return the value in memory of its own."""
-        like = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
-        return torch.empty_like(like, device=self.device).copy_(self._value)
+        It is read-only, and there until two other values have been read; with `to_write` it is the caller's, who may
+        give it to `write`.
+        """
+        raise NotImplementedError
 
     def write(self, value: Tensor) -> None:
-        """Replace the value."""
-        self._value.copy_(value)
+        """Replace the value by one of its shape and dtype. The memory then belongs to this object."""
+        raise NotImplementedError
 
 
 class _View:
@@ -161,7 +128,7 @@ View = _View | _OneOf | WholeView
 class RemoteTensor(torch.Tensor):
     """A tensor without storage: [Note: remote tensors]."""
 
-    _source: Source
+    _source: RemoteValue
     _views: tuple[View, ...]  # applied to the value in this order
 
     __torch_function__ = disabled_torch_function_impl
@@ -172,7 +139,7 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        source: Source,
+        source: RemoteValue,
         views: tuple[View, ...] = (),
         like: Tensor | None = None,
         *,
@@ -192,7 +159,7 @@ class RemoteTensor(torch.Tensor):
         return asking_for_device(cls, like, device, storage_offset)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> RemoteValue:
         """The object that has the value."""
         return self._source
 
@@ -217,28 +184,13 @@ class RemoteTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._look_at(value)
+        self._refuse_data(value)
 
-    def _look_at(self, value: Tensor) -> None:
-        """Look at other memory from now on, as in torch; the value that the tensor stood for is not changed."""
-        self._expect_alike(value)
-        self._source, self._views = self._over(value.detach()), ()
-
-    def _expect_alike(self, value: Tensor) -> None:
-        if (value.shape, value.dtype) != (self.shape, self.dtype):
-            given, own = f"{value.dtype} {tuple(value.shape)}", f"{self.dtype} {tuple(self.shape)}"
-        elif value.device.type != self.device.type:
-            given, own = str(value.device), str(self.device)
-        else:
-            return
+    def _refuse_data(self, value: Tensor) -> NoReturn:
         raise StateError(
-            f"{self._source.name}: data of {given} is assigned where {own} is: what stands for a value elsewhere keeps "
-            "its shape, dtype and device"
+            f"{self._source.name}: data of {tuple(value.shape)} is assigned to a tensor that stands for the value: "
+            "write it with copy_(), or assign to the parameter, param.data, or its gradient, param.grad"
         )
-
-    def _over(self, value: Tensor) -> Source:
-        """Make the source of a tensor that looks at `value`."""
-        return FixedSource(self._source.name, value, stride=self.stride())
 
     @property
     def is_whole(self) -> bool:
@@ -253,14 +205,14 @@ class RemoteTensor(torch.Tensor):
             and not self.is_neg()
         )
 
-    def with_source(self, source: Source, *, kind: type[RemoteTensor] | None = None) -> RemoteTensor:
+    def with_source(self, source: RemoteValue, *, kind: type[RemoteTensor] | None = None) -> RemoteTensor:
         """The same view of another value of the same shape and dtype, as a tensor of class `kind`."""
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         return (kind or type(self))(source, self._views, like, storage_offset=int(self.storage_offset()))
 
     def read(self) -> Tensor:
         """Return the present value as an ordinary tensor with no other holder."""
-        return self._view_in(self._source.read_to_write())
+        return self._view_in(self._source.read(to_write=True))
 
     def _check_write(self) -> None:
         """Raise if the tensor must not be written now."""
@@ -500,7 +452,7 @@ class _Values:
     def __init__(self, *, copy: bool) -> None:
         self._copy = copy
         self._read: dict[int, Tensor] = {}  # by the id of the source
-        self._written: dict[int, tuple[Source, Tensor]] = {}
+        self._written: dict[int, tuple[RemoteValue, Tensor]] = {}
         self._given: list[tuple[Tensor, RemoteTensor]] = []  # the tensors that stand for written arguments
 
     def of(self, argument: Any, *, write: bool) -> Any:
@@ -517,7 +469,7 @@ class _Values:
         if write:
             remote._check_write()
         if key not in self._read or (write and key not in self._written):
-            self._read[key] = source.read_to_write() if write or self._copy else source.read()
+            self._read[key] = source.read(to_write=write or self._copy)
         if write:
             self._written[key] = (source, self._read[key])
         value = remote._view_in(self._read[key])

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from offloadzero.access.parameter import KeptView
+from offloadzero.access.tensor import RemoteTensor, WholeView
+from offloadzero.access.weight import weight_of
 from offloadzero.core.torch_private import has_storage, set_data
 from offloadzero.errors import StateError
-from offloadzero.parameters.remote import RemoteTensor, WholeView
-from offloadzero.parameters.weight import KeptView, weight_of
 
 
 def tensors_over(storage: int) -> Iterator[list[Tensor]]:

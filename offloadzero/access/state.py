@@ -9,86 +9,52 @@ last update is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offloadzero.core.interrupts import UninterruptedThroughout
-from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
-from offloadzero.errors import StateError
-from offloadzero.parameters.collectives import (
+from offloadzero.access.collectives import (
     OverCopies,
     is_function_of_ranks,
     is_taken_untold,
     refuse_untold,
 )
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.weight import Weight
-
-
-class Written(Protocol):
-    """The original of a copy: a weight, or a state of the optimizer."""
-
-    name: str
-    taken_with: str  # where scripts get such copies
-
-    @property
-    def history(self) -> tuple[int, ...]:
-        """Numbers that differ after each change of the value."""
-
-    def write(self, value: Tensor) -> None:
-        """Write a value to its home."""
-
-
-class WrittenWeight:
-    """A weight of the model."""
-
-    taken_with = "state_dict()"
-
-    def __init__(self, weight: Weight) -> None:
-        self.name = weight.name
-        self.weight = weight
-
-    @property
-    def history(self) -> tuple[int, ...]:
-        """The history of the weight."""
-        return self.weight.history
-
-    def write(self, value: Tensor) -> None:
-        """Write a value to its home."""
-        self.weight.write(value)
-        self.weight.count_write()
+from offloadzero.access.processes import send_by_value
+from offloadzero.access.tensor import RemoteValue
+from offloadzero.access.weight import Look, Weight
+from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
+from offloadzero.errors import StateError
 
 
 class _Copy:
-    """The copy of one value, and the history at that time."""
+    """The copy of one value, and the version at that time."""
 
-    def __init__(self, value: Tensor, weight: Written) -> None:
-        self.value = value
-        self.name = weight.name
-        self._weight = weight
-        self._history = weight.history
+    def __init__(self, copied: Tensor, value: RemoteValue, taken_with: str) -> None:
+        self.copied = copied
+        self.name = value.name
+        self._value = value
+        self._version = value.version
+        self._taken_with = taken_with
 
     def is_current_copy_of(self, weight: Weight) -> bool:
         """Whether it holds the present value of `weight`."""
-        target = self._weight
-        return (
-            isinstance(target, WrittenWeight) and target.weight is weight and weight.history == self._history
-        )
+        value = self._value
+        return isinstance(value, Look) and value.weight is weight and value.version == self._version
 
     def commit(self) -> None:
         """Write the copy home, after an operation has written into it."""
-        weight = self._weight
-        if weight.history != self._history:
+        value = self._value
+        if value.version != self._version:
             raise StateError(
-                f"{weight.name}: was changed since {weight.taken_with}, whose copy of it is written now: take a new "
+                f"{value.name}: was changed since {self._taken_with}, whose copy of it is written now: take a new "
                 "one, or use load_state_dict()"
             )
-        weight.write(self.value.clone())
-        self._history = weight.history
+        value.write(self.copied.clone())
+        self._version = value.version
 
 
 class StateTensor(torch.Tensor):
@@ -168,11 +134,11 @@ def is_copy_of(tensor: object, weight: Weight) -> bool:
     return tensor._copy.is_current_copy_of(weight) and tensor.shape == weight.shape
 
 
-def state_tensor(value: Tensor, weight: Written) -> Tensor:
-    """Make a copy of a weight or of an optimizer's state, for a state dict."""
+def state_tensor(copied: Tensor, value: RemoteValue, *, taken_with: str = "state_dict()") -> Tensor:
+    """Make `copied` a copy of a weight or of an optimizer's state, for a state dict; `taken_with` is for errors."""
     with torch.inference_mode(False):  # the state dict may be used outside of inference mode
-        value = value.clone() if value.is_inference() else value
-        return _made(value, _Copy(value, weight))
+        copied = copied.clone() if copied.is_inference() else copied
+        return _made(copied, _Copy(copied, value, taken_with))
 
 
 def _made(tensor: Tensor, copy: _Copy) -> StateTensor:
@@ -207,6 +173,6 @@ def _view_of(tensors: list[StateTensor], result: Tensor) -> Tensor:
     if isinstance(result, StateTensor) or result.device.type == "meta" or not has_storage(result):
         return result
     for tensor in tensors:
-        if result.untyped_storage()._cdata == tensor._copy.value.untyped_storage()._cdata:
+        if result.untyped_storage()._cdata == tensor._copy.copied.untyped_storage()._cdata:
             return _made(result, tensor._copy)
     return result

@@ -20,153 +20,30 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from offloadzero.access.collectives import is_taken_untold, refuse_untold
+from offloadzero.access.graph_inputs import run_backward
+from offloadzero.access.processes import send_by_value
+from offloadzero.access.tensor import RemoteTensor
+from offloadzero.access.trees import map_leaves
+from offloadzero.access.weight import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of
 from offloadzero.core.torch_private import (
-    NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
     as_copy_of,
-    current_graph_task_id,
     disabled_torch_function_impl,
     get_data,
     may_share_memory,
     running_transform,
     skip_methods,
 )
-from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.collectives import is_taken_untold, refuse_untold
-from offloadzero.parameters.graph_inputs import run_backward
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.remote import RemoteTensor, Source
-from offloadzero.parameters.trees import map_leaves
+from offloadzero.errors import StateError
 
-_ATTRIBUTE = "_offloadzero_weight"
 _COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
-
-
-class Weight(Source, Protocol):
-    """The value of a parameter, wherever it is."""
-
-    @property
-    def history(self) -> tuple[int, int]:
-        """Numbers that differ after each change of this value, and only then."""
-
-    def alias(self) -> Alias:
-        """Return the tensor that stands for the value, the same one until `assign`."""
-
-    def count_write(self) -> None:
-        """Tell autograd that the value has been written, as an operation on the parameter does."""
-
-    def assign(self, value: Tensor) -> None:
-        """`param.data = value`: the value is copied."""
-
-
-class Alias:
-    """The value behind `param.data`: the parameter's, until the parameter is given other memory.
-
-    `param.data = x` leaves holders of the former `param.data` with the value that it had, which is then `fixed`.
-    """
-
-    def __init__(self, weight: Weight) -> None:
-        self._weight = weight
-        self._fixed: Tensor | None = None
-        self.name = weight.name
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        self.device = weight.device
-
-    @property
-    def history(self) -> tuple[int, int]:
-        """Numbers that differ after each change of this value."""
-        return self._weight.history if self._fixed is None else (-1, 0)
-
-    @property
-    def weight(self) -> Weight | None:
-        """The weight whose value it is; None once it is fixed."""
-        return self._weight if self._fixed is None else None
-
-    def fix(self, value: Tensor) -> None:
-        """Keep the present value, as the parameter gets other memory."""
-        self._fixed = value
-
-    def read(self) -> Tensor:
-        """Return the value on the device."""
-        return self._weight.read() if self._fixed is None else self._fixed
-
-    def read_to_write(self) -> Tensor:
-        """Return the value on the device, in memory of its own."""
-        return self._weight.read_to_write() if self._fixed is None else self._fixed.clone()
-
-    def write(self, value: Tensor) -> None:
-        """Replace the value."""
-        if self._fixed is None:
-            self._weight.write(value)
-        else:
-            self._fixed = value
-
-    def count_write(self) -> None:
-        """Tell autograd of a write."""
-        if self._fixed is None:
-            self._weight.count_write()
-
-
-class HeldAlias:
-    """The alias of a weight, as long as a script holds it."""
-
-    def __init__(self) -> None:
-        self._held: weakref.ref[Alias] | None = None
-
-    def of(self, weight: Weight) -> Alias:
-        """Return the alias, the same object until `fix`."""
-        alias = self._now()
-        if alias is None:
-            alias = Alias(weight)
-            self._held = weakref.ref(alias)
-        return alias
-
-    def stands_for(self, value: Tensor) -> bool:
-        """Whether `value` is all of the alias's value: `param.data += x` has written it and now assigns it."""
-        return isinstance(value, RemoteTensor) and value.source is self._now() and value.is_whole
-
-    def fix(self, weight: Weight) -> None:
-        """Fix the alias, as the parameter gets other memory: holders of the former `param.data` keep its value."""
-        alias = self._now()
-        if alias is not None:
-            alias.fix(weight.read_to_write())
-        self._held = None
-
-    def _now(self) -> Alias | None:
-        return None if self._held is None else self._held()
-
-
-class _Versioned:
-    """The value of an alias for `detach()`: unlike writes through `data`, its writes are known to autograd."""
-
-    def __init__(self, alias: Alias) -> None:
-        self.alias = alias
-        self.name = alias.name
-        self.shape = alias.shape
-        self.dtype = alias.dtype
-        self.device = alias.device
-
-    @property
-    def history(self) -> tuple[int, int]:
-        return self.alias.history
-
-    def read(self) -> Tensor:
-        return self.alias.read()
-
-    def read_to_write(self) -> Tensor:
-        return self.alias.read_to_write()
-
-    def write(self, value: Tensor) -> None:
-        self.alias.write(value)
-        self.alias.count_write()
 
 
 def value_of(away: Tensor) -> RemoteTensor:
@@ -188,41 +65,6 @@ class _LeafTensor(RemoteTensor):
             )
 
 
-class _AsRecorded:
-    """A weight in a graph: when backward reads it, it must have the value that it had in the forward.
-
-    A script that reads the tensor after a change sees the new value, as with any tensor that shares its memory.
-    """
-
-    def __init__(self, weight: Weight | Alias | _Versioned) -> None:
-        self.weight = weight
-        self._history = weight.history
-        self.name = weight.name
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        self.device = weight.device
-
-    def read(self) -> Tensor:
-        if current_graph_task_id() != NO_GRAPH_TASK:
-            self._expect_no_change()
-        return self.weight.read()
-
-    def read_to_write(self) -> Tensor:
-        self._expect_no_change()
-        return self.weight.read().clone()
-
-    def _expect_no_change(self) -> None:
-        if self.weight.history != self._history:
-            raise StateError(
-                f"{self.name} was updated between its use and the backward pass through it: "
-                "call backward() before step() and before writing weights"
-            )
-
-    def write(self, value: Tensor) -> None:
-        self.weight.write(value)
-        self._history = self.weight.history
-
-
 class _Connect(torch.autograd.Function):
     """The autograd function of a remote tensor whose gradient is that of the parameter or the kept view."""
 
@@ -237,10 +79,10 @@ class _Connect(torch.autograd.Function):
 
 def _leaf_tensor(away: Tensor) -> Tensor:
     if isinstance(away, _Offloaded):
-        return _LeafTensor(_AsRecorded(weight_of(away)))
+        return _LeafTensor(Recorded(weight_of(away)))
     value = kept_value(away)
     source: Any = value.source
-    return value.with_source(_AsRecorded(source), kind=_LeafTensor)
+    return value.with_source(Recorded(source), kind=_LeafTensor)
 
 
 class _Offloaded(nn.Parameter):
@@ -265,7 +107,7 @@ class _Offloaded(nn.Parameter):
                 f"{weight_of(self).name}: a new Parameter cannot share memory with an offloaded one: do this before "
                 "offloading, or take a copy with clone()"
             )
-        return RemoteTensor(_Versioned(weight_of(self).alias()))
+        return RemoteTensor(Counted(weight_of(self).alias()))
 
     def data_ptr(self) -> int:
         """The address of the value; to torch's recurrent layers the same one for all parameters.
@@ -428,45 +270,15 @@ def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
     """Return autograd's form of a remote tensor: reading it in backward is an error if the value has changed."""
     if isinstance(tensor, AwayParameter):  # a Function of the script's saves its argument
         tensor = value_of(tensor)
-    weight: Any = tensor.source
-    is_weight = hasattr(weight, "history") and not isinstance(tensor, _LeafTensor)
-    return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor
+    source = tensor.source
+    if isinstance(source, Look) and not isinstance(tensor, _LeafTensor):
+        return tensor.with_source(Recorded(source))
+    return tensor
 
 
 def is_offloaded(param: Tensor) -> bool:
     """Whether a `Weight` answers for the parameter."""
     return isinstance(param, _Offloaded)
-
-
-def origin_of(value: Tensor) -> Weight | None:
-    """Return the weight behind `value`: a parameter, its `data`, the result of `detach()`, or a view of these."""
-    if is_offloaded(value):
-        return weight_of(value)
-    source: object = value.source if isinstance(value, RemoteTensor) else None
-    if isinstance(source, _AsRecorded):
-        source = source.weight
-        if not isinstance(source, _Versioned | Alias):
-            return source
-    if isinstance(source, _Versioned):
-        source = source.alias
-    return source.weight if isinstance(source, Alias) else None
-
-
-def expect_own_value(weight: Weight, value: Tensor) -> None:
-    """Raise ConfigError if `param.data = value` would let the parameter of `weight` share memory with another one."""
-    other = origin_of(value)
-    if other is not None and other is not weight:
-        allowed = (
-            f"a value of its own: it would share memory with {other.name}. To tie the two assign the "
-            "Parameter itself, module.weight = other.weight; to copy, .data.clone()"
-        )
-        raise ConfigError(f"{weight.name}.data", tuple(value.shape), allowed)
-
-
-def weight_of(param: Tensor) -> Weight:
-    """Return the `Weight` of an offloaded parameter."""
-    weight: Weight = getattr(param, _ATTRIBUTE)
-    return weight
 
 
 @functools.cache
@@ -482,13 +294,13 @@ def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[n
 
 def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
     """Let `weight`, and no earlier one, answer for the parameter."""
-    setattr(param, _ATTRIBUTE, weight)  # first: an object of the class without it could not be read
+    setattr(param, ATTRIBUTE, weight)  # first: an object of the class without it could not be read
     if is_offloaded(param):
         return
     try:
         param.__class__ = classes_of(type(param))[1]
     except TypeError:  # a class that forbids this is left as it is
-        delattr(param, _ATTRIBUTE)
+        delattr(param, ATTRIBUTE)
         raise
 
 
@@ -497,7 +309,7 @@ def restore_parameter(param: nn.Parameter) -> None:
     if isinstance(param, _Offloaded):
         original: Any = _original_of(type(param))
         param.__class__ = original
-        delattr(param, _ATTRIBUTE)
+        delattr(param, ATTRIBUTE)
 
 
 def present_class_of(away: type[nn.Parameter]) -> type[nn.Parameter]:
