@@ -25,7 +25,7 @@ from offloadzero.errors import ConfigError, OffloadError, StateError
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.ranks.shard import divides_params
-from offloadzero.streaming.access.gathered_parameters import GatheredBlock
+from offloadzero.streaming.access.gathered import GatheredBlock
 from offloadzero.streaming.building.spill import (
     SpilledWeight,
     can_spill,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from offloadzero.access.agreement import Announcements
 from offloadzero.activations.input_parts import InputParts
 from offloadzero.activations.memory import PlannedMemory
 from offloadzero.activations.store import ActivationStore, make_activation_store
@@ -45,8 +46,7 @@ from offloadzero.step.reduction.piecewise import PiecewiseReduce
 from offloadzero.step.reduction.reduction import Reduction
 from offloadzero.step.script.param_grad import GradientAccess
 from offloadzero.step.script.window import GradientWindow
-from offloadzero.streaming.access.agreed_reads import Announcements
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
+from offloadzero.streaming.access.gathered import ScriptBlocks
 from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.access.unit_reads import UnitReads
 from offloadzero.streaming.access.weights import WeightAccess
@@ -309,7 +309,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     decider = _build_decider(ground, accounts, policy)
     changes, reads = executor.changes, UnitReads(executor)
     group, failures = ground.group, store.failures
-    announcements = Announcements(group, records, clock=clock, failures=failures)
+    announcements = Announcements(group, records)
     homes = HomeAccess(store, changes, clock=clock, group=group, announcements=announcements)
     weights = WeightAccess(store, homes, changes, reads, coded=coded)
     blocks = ScriptBlocks(

@@ -280,8 +280,9 @@ class Runtime:
         self.parts.announcements.read_by_first(work, self.weights.homes.read)
 
     def announce_load(self) -> None:
-        """Raise StateError on all ranks unless all of them load a checkpoint now."""
-        self.parts.announcements.announce_load()
+        """Raise StateError on all ranks unless all load a checkpoint now: what they agree on has sizes of its own."""
+        with self.clock.waiting("state access"), self.store.failures.handed_over():
+            self.parts.announcements.announce("loads a checkpoint")
 
     def odd_ranks(self, what: str, text: str, *, of_part: str) -> list[int]:
         """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages.

@@ -69,7 +69,7 @@ from offloadzero.core.torch_private import (
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.timeline import Timeline
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
+from offloadzero.streaming.access.gathered import ScriptBlocks
 from offloadzero.streaming.access.unit_reads import UnitReads
 from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.units import Site, UnitCut

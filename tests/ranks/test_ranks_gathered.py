@@ -16,8 +16,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.ranks import process_groups
-from offloadzero.streaming.access.gathered_parameters import GatheredBlock
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
+from offloadzero.streaming.access.gathered import GatheredBlock, ScriptBlocks
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train

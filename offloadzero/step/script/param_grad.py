@@ -20,7 +20,7 @@ be the next one's, so the kept one becomes an error.
 [Note: param.grad over several ranks]
 When backward has ended a gradient is the mean over the ranks, and each rank keeps its part. A read gathers the parts,
 so all ranks read the same gradients in the same order, as they read the same weights ([Note: ranks say what they read]
-in streaming/access/agreed_reads.py). The norms of all gradients are gathered at once when the first one is asked for:
+in access/agreement.py). The norms of all gradients are gathered at once when the first one is asked for:
 so `clip_grad_norm_` is one collective. An edit sends nothing. Each rank keeps its part of the value, or the factor, and
 notes what it did: a rank that has edited otherwise is found at the next fetch or step.
 
@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offloadzero.access.agreement import Announcements
 from offloadzero.access.gradient import GradientTensor, GradientValue, product_is_exact
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
@@ -53,7 +54,6 @@ from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
-from offloadzero.streaming.access.agreed_reads import Announcements
 from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_place
@@ -447,7 +447,8 @@ class GradientAccess:
             norms = [norm for gradient in present for norm in gradient.sq_norms]
             own = torch.tensor(norms, dtype=torch.float64, device="cpu")
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-                self._announcements.announce_gradient_norms(len(present))
+                act = f"asks for the norms of the gradients of {len(present)} units"
+                self._announcements.announce(act)
                 self._group.states.all_reduce(own, "the norms of gradients")
         totals = iter(own.tolist())
         self._shared_sq_norms = {

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from offloadzero.access.agreement import Announcements
 from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
@@ -20,7 +21,6 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.parts import gather_parts
-from offloadzero.streaming.access.agreed_reads import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_parts, kept_place
