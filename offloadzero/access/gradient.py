@@ -44,7 +44,6 @@ from offloadzero.core.torch_private import (
     is_any_autocast_enabled,
     make_subclass,
     make_wrapper_subclass,
-    skip_methods,
 )
 from offloadzero.errors import StateError
 
@@ -174,9 +173,6 @@ class GradientTensor(RemoteTensor):
         raise StateError(
             f"{self._source.name}: {what} needs memory, but the gradient is away: take a copy with clone()"
         )
-
-
-skip_methods(GradientTensor)
 
 
 class _Seen(GradientTensor):

@@ -19,16 +19,17 @@ the forward; inside a forward the read of a module's attribute brings the weight
 from __future__ import annotations
 
 import functools
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from offloadzero.access.by_value import ByValue
 from offloadzero.access.collectives import is_taken_untold, refuse_untold
-from offloadzero.access.graph_inputs import run_backward
-from offloadzero.access.processes import send_by_value
 from offloadzero.access.tensor import RemoteTensor
 from offloadzero.access.trees import map_leaves
 from offloadzero.access.weight import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of
@@ -37,9 +38,10 @@ from offloadzero.core.torch_private import (
     as_copy_of,
     disabled_torch_function_impl,
     get_data,
+    has_storage,
     may_share_memory,
     running_transform,
-    skip_methods,
+    set_data,
 )
 from offloadzero.errors import StateError
 
@@ -85,11 +87,11 @@ def _leaf_tensor(away: Tensor) -> Tensor:
     return value.with_source(Recorded(source), kind=_LeafTensor)
 
 
-class _Offloaded(nn.Parameter):
+class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
     """The common part of both classes of an offloaded parameter."""
 
-    def __init_subclass__(cls) -> None:
-        send_by_value(cls, _Offloaded._resident_copy)
+    def _value(self) -> nn.Parameter:
+        return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
 
     @property
     def data(self) -> Tensor:
@@ -121,23 +123,13 @@ class _Offloaded(nn.Parameter):
 
     # C++ takes the memory of the tensors of these methods without asking.
 
-    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
-        """Replace each element by the result of a Python function."""
-        self._expect_no_gradient("apply_()")
-        value_of(self).apply_(function)
-        return self
+    def apply_(self, _: Any) -> NoReturn:
+        """Refuse, as the tensors that stand for the value do."""
+        value_of(self)._refuse("apply_()")
 
-    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
-        """Replace each element by a Python function of it and of another tensor's element."""
-        self._expect_no_gradient("map_()")
-        value_of(self).map_(other, function)
-        return self
-
-    def _expect_no_gradient(self, what: str) -> None:
-        if self.requires_grad:
-            raise RuntimeError(
-                f"{weight_of(self).name}: {what} on a tensor that requires grad: use it on param.data"
-            )
+    def map_(self, *_: Any) -> NoReturn:
+        """Refuse, as the tensors that stand for the value do."""
+        value_of(self)._refuse("map_()")
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the memory of a weight belongs to its tier."""
@@ -151,29 +143,9 @@ class _Offloaded(nn.Parameter):
             "under torch.no_grad(), or assign param.data"
         )
 
-    def new_tensor(
-        self,
-        data: Any,
-        dtype: Any = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Tensor:
-        """Return a tensor of `data` with the parameter's dtype, on the device."""
-        return value_of(self).new_tensor(data, dtype, device, requires_grad, pin_memory)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = self._resident_copy()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._resident_copy().__reduce_ex__(protocol)
-
-    def _resident_copy(self) -> nn.Parameter:
-        return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "Parameter containing:\n" + repr(value_of(self))
+    def new_tensor(self, *arguments: Any, **options: Any) -> Tensor:
+        """Return a tensor with the parameter's dtype, on the device."""
+        return value_of(self).new_tensor(*arguments, **options)
 
 
 class PresentParameter(_Offloaded):
@@ -218,11 +190,11 @@ class AwayParameter(_Offloaded):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _BACKWARDS:
-            return run_backward(func, args, kwargs or {}, away=(AwayParameter, KeptView))
+            return _run_backward(func, args, kwargs or {})
         return _answer(func, args, kwargs or {})
 
 
-class KeptView(torch.Tensor):
+class KeptView(ByValue, torch.Tensor):  # type: ignore[misc]
     """A view that a module's own forward made of a weight, and that a script keeps after the weight has left.
 
     For autograd it is still a view of the parameter; each operation reads and writes the weight wherever it is.
@@ -244,20 +216,8 @@ class KeptView(torch.Tensor):
             f"{kept_value(self).source.name}: {given} is assigned to a view of it: assign to the parameter"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = kept_value(self).read()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return kept_value(self).__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(kept_value(self))
-
-
-send_by_value(KeptView, lambda kept: kept_value(kept).read())
-for _kind in (_Offloaded, PresentParameter, AwayParameter, KeptView):
-    skip_methods(_kind)
+    def _value(self) -> Tensor:
+        return kept_value(self).read()
 
 
 def kept_value(kept: Tensor) -> RemoteTensor:
@@ -274,6 +234,66 @@ def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
     if isinstance(source, Look) and not isinstance(tensor, _LeafTensor):
         return tensor.with_source(Recorded(source))
     return tensor
+
+
+# --- views that a script keeps: [Note: kept views] in streaming/leased_unit.py ---
+
+
+def tensors_over(storage: int) -> Iterator[list[Tensor]]:
+    """Yield Python's ordinary tensors over a storage, which is given by its address, in lists: the youngest first.
+
+    Most are views that a forward has just made, among the few thousand objects of the collector's young generations;
+    a look at all takes 20 ms. Objects set aside by `gc.freeze()` are not even among all: `show_frozen`.
+    """
+    for generation in (0, 1, None):
+        # An object of another class than torch.Tensor may lie about its class, or have no storage.
+        tensors = [one for one in gc.get_objects(generation) if type(one) is Tensor]
+        yield [one for one in tensors if _storage_of(one) == storage]
+
+
+def show_frozen() -> bool:
+    """Undo `gc.freeze()`; return whether there was something to undo.
+
+    Freezing saves the collector time, and forked children memory. To freeze again would also freeze present garbage.
+    """
+    if not gc.get_freeze_count():
+        return False
+    gc.unfreeze()
+    return True
+
+
+def _storage_of(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or not has_storage(tensor):
+        return 0
+    return int(tensor.untyped_storage()._cdata)
+
+
+def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
+    """Turn `tensor`, which looks at the memory of `param` from `byte_offset` on, into a view of the parameter.
+
+    For operations that do not look at the class (autograd's own, in C++) it holds a copy of the present value.
+    Raises StateError for a view that goes beyond the parameter's end.
+    """
+    weight = weight_of(param)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if byte_offset + span * tensor.itemsize > weight.shape.numel() * weight.dtype.itemsize:
+        raise StateError(
+            f"{weight.name}: a view that is kept goes beyond the parameter's end: keep a clone()"
+        )
+    size, stride = tensor.size(), tensor.stride()
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.as_strided(torch.detach(tensor), (span,), (1,)).clone()
+        dtype, offset = tensor.dtype, byte_offset // tensor.itemsize
+
+        def view(value: Tensor) -> Tensor:
+            whole = value.view(-1).view(dtype)
+            return whole.as_strided(size, stride, int(whole.storage_offset()) + offset)
+
+        like = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        value = RemoteTensor(weight.alias(), (view,), like, storage_offset=int(tensor.storage_offset()))
+        set_data(tensor, flat.as_strided(size, stride))
+    tensor.__class__ = KeptView
+    setattr(tensor, KeptView.VALUE, value)
 
 
 def is_offloaded(param: Tensor) -> bool:
@@ -318,8 +338,8 @@ def present_class_of(away: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _original_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    original: Any = next(cls for cls in kind.__mro__ if not issubclass(cls, _Offloaded))
-    return cast(type[nn.Parameter], original)
+    tensors = (cls for cls in kind.__mro__ if issubclass(cls, Tensor))
+    return cast(type[nn.Parameter], next(cls for cls in tensors if not issubclass(cls, _Offloaded)))
 
 
 def _refuse_transform(param: Tensor) -> NoReturn:
@@ -364,6 +384,34 @@ def _remote(away: Tensor, *, connect: Callable[[Tensor], Tensor] = _Connect.appl
             _refuse_transform(away)
         return connect(away)
     return value_of(away)
+
+
+def _run_backward(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Run `torch.autograd.grad` or `torch.autograd.backward`, among whose tensors are some that are away.
+
+    Hooks, Functions and recomputations of the script's run inside and read weights, so torch functions must be on
+    there. The inputs are therefore given by their places in the graph, which no torch function answers for.
+    """
+    of_grad = func is torch.autograd.grad
+    inputs = args[1] if of_grad else keywords.get("inputs") or ()
+    with DisableTorchFunctionSubclass():
+        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+        has_places = all(one.requires_grad and (of_grad or one.is_leaf) for one in tensors)
+        if not has_places or any(isinstance(one, AwayParameter | KeptView) for one in args[0]):
+            return func(*args, **keywords)  # most of these are errors of torch's
+        places = tuple(
+            get_gradient_edge(one) if isinstance(one, AwayParameter | KeptView) else one for one in inputs
+        )
+    if not of_grad:
+        return func(*args, **{**keywords, "inputs": places})
+    if not keywords.get("materialize_grads"):
+        return func(args[0], places, *args[2:], **keywords)
+    found = func(args[0], places, *args[2:], **{**keywords, "allow_unused": True, "materialize_grads": False})
+    in_graph = bool(keywords.get("create_graph"))
+    return tuple(
+        torch.zeros_like(one, requires_grad=in_graph) if grad is None else grad
+        for one, grad in zip(inputs, found, strict=True)
+    )
 
 
 # --- functions that need no value

@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offloadzero.access.by_value import ArrayByValue
 from offloadzero.access.collectives import (
     OverCopies,
     is_function_of_ranks,
     is_taken_untold,
     refuse_untold,
 )
-from offloadzero.access.processes import send_by_value
 from offloadzero.access.tensor import RemoteValue
 from offloadzero.access.weight import Look, Weight
 from offloadzero.core.interrupts import UninterruptedThroughout
@@ -57,7 +56,7 @@ class _Copy:
         self._version = value.version
 
 
-class StateTensor(torch.Tensor):
+class StateTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
     """The copy, or a view of it. Other results of operations are ordinary tensors."""
 
     _copy: _Copy
@@ -93,38 +92,13 @@ class StateTensor(torch.Tensor):
                         tensor._copy.commit()
                 return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
-    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Return a read-only array: writes into it would not be seen."""
-        array: np.ndarray[Any, Any] = self._plain().numpy(force=force)
-        array = array.view()
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.numpy()
-        if dtype is None or array.dtype == dtype:
-            return array.copy() if copy else array
-        return array.astype(dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = self._plain().clone()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._plain())
-
-    def __format__(self, spec: str) -> str:
-        return format(self._plain(), spec)
-
-    def _plain(self) -> Tensor:
+    def _value(self) -> Tensor:
         with DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
 
-
-send_by_value(StateTensor, StateTensor._plain)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = self._value().clone()
+        return copied
 
 
 def is_copy_of(tensor: object, weight: Weight) -> bool:

@@ -24,14 +24,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offloadzero.access import collectives
-from offloadzero.access.processes import send_by_value
+from offloadzero.access.by_value import ArrayByValue
 from offloadzero.access.trees import leaves_of, map_leaves
 from offloadzero.core.torch_private import (
     autocast_key,
@@ -41,9 +41,8 @@ from offloadzero.core.torch_private import (
     make_wrapper_subclass,
     new_zeros_with_same_feature_meta,
     prim_device,
-    skip_methods,
 )
-from offloadzero.errors import OffloadError, StateError
+from offloadzero.errors import StateError
 from offloadzero.memory.pages import FreedMemory
 
 META = torch.device("meta")
@@ -81,60 +80,16 @@ class RemoteValue:
         raise NotImplementedError
 
 
-class _View:
-    """The way to make a view of its tensor."""
-
-    def __init__(self, function: TorchOp, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._function = function
-        self._arguments = arguments  # those after the tensor itself
-        self._keywords = keywords
-
-    def of(self, tensor: Tensor) -> Any:
-        """Return the view, or all views that the operation makes (`split`)."""
-        return self._function(tensor, *self._arguments, **self._keywords)
+View = Callable[[Tensor], Tensor]  # makes a view of its tensor
 
 
-class _OneOf:
-    """One of the views that an operation makes."""
-
-    def __init__(self, view: _View, index: int) -> None:
-        self._view = view
-        self._index = index
-
-    def of(self, tensor: Tensor) -> Tensor:
-        views: Sequence[Tensor] = self._view.of(tensor)
-        return views[self._index]
-
-
-class WholeView:
-    """A view of the whole value by its strides, as `as_strided` makes it."""
-
-    def __init__(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        """Remember the view. `offset`: elements of `dtype` from the start of the value."""
-        self._dtype = dtype
-        self._size = size
-        self._stride = stride
-        self._offset = offset
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of a value, which is contiguous."""
-        flat = tensor.view(-1).view(self._dtype)
-        return flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + self._offset)
-
-
-View = _View | _OneOf | WholeView
-
-
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
     """A tensor without storage: [Note: remote tensors]."""
 
     _source: RemoteValue
     _views: tuple[View, ...]  # applied to the value in this order
 
     __torch_function__ = disabled_torch_function_impl
-
-    def __init_subclass__(cls) -> None:
-        send_by_value(cls, RemoteTensor.read)
 
     @staticmethod
     def __new__(
@@ -214,12 +169,14 @@ class RemoteTensor(torch.Tensor):
         """Return the present value as an ordinary tensor with no other holder."""
         return self._view_in(self._source.read(to_write=True))
 
+    _value = read
+
     def _check_write(self) -> None:
         """Raise if the tensor must not be written now."""
 
     def _view_in(self, value: Tensor) -> Tensor:
         for view in self._views:
-            value = view.of(value)
+            value = view(value)
         return value
 
     @classmethod
@@ -242,65 +199,23 @@ class RemoteTensor(torch.Tensor):
 
     # --- methods that need the value in memory ---
 
-    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Return a read-only copy."""
-        value = self.read()
-        array: np.ndarray[Any, Any] = value.numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.numpy()
-        if dtype is None or array.dtype == dtype:
-            return array.copy() if copy else array
-        return array.astype(dtype)
-
     def tolist(self) -> Any:
         """Return the value as nested lists."""
         return self.read().tolist()
 
-    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
-        """Replace each element by the result of a Python function."""
-        return self.copy_(self.read().apply_(function))
-
-    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
-        """Replace each element by a Python function of it and of another tensor's element."""
-        return self.copy_(self.read().map_(other.detach().clone(), function))
-
-    def new_tensor(
-        self,
-        data: Any,
-        dtype: Any = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, dtype: Any = None, device: Any = None, **options: Any
     ) -> Tensor:
         """Return a tensor of `data` with this one's dtype, on the device to which `read()` brings the value."""
-        return torch.tensor(
-            data,
-            dtype=dtype or self.dtype,
-            device=device or self.device,
-            requires_grad=requires_grad,
-            pin_memory=pin_memory,
-        )
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **options)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.read(), spec)
+    def apply_(self, _: Any) -> NoReturn:
+        """Raise: C++ would take the memory."""
+        self._refuse("apply_()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        value = memo[id(self)] = self.read()
-        return value
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
-
-    def __repr__(  # type: ignore[override]
-        self, *, tensor_contents: Any = None
-    ) -> str:
-        try:
-            return repr(self.read())
-        except OffloadError as error:  # a debugger may show objects that an error has left behind
-            return f"<{error}>"
+    def map_(self, *_: Any) -> NoReturn:
+        """Raise: C++ would take the memory."""
+        self._refuse("map_()")
 
     def __dlpack__(self, **_: Any) -> NoReturn:
         self._refuse("__dlpack__()")
@@ -323,10 +238,6 @@ class RemoteTensor(torch.Tensor):
             f"{self._source.name}: {what} needs memory, but the value is away: take a copy with clone(), or use it "
             "inside offloadzero.zero.GatheredParameters"
         )
-
-
-send_by_value(RemoteTensor, RemoteTensor.read)
-skip_methods(RemoteTensor)
 
 
 def asking_for_device(
@@ -363,8 +274,12 @@ def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
     base = args[0]
     if not isinstance(base, RemoteTensor):
         return _compute(func, args, keywords)
-    view = _View(func, args[1:], keywords)
-    made = view.of(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+
+    def view(tensor: Tensor, index: int | None = None) -> Any:
+        made = func(tensor, *args[1:], **keywords)
+        return made if index is None else made[index]  # `split` makes several
+
+    made = view(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
 
     def remote(last: View, like: Tensor) -> RemoteTensor:
         views = base._views if func in _SAME else (*base._views, last)
@@ -377,7 +292,7 @@ def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
     with torch.inference_mode(False) if is_other else contextlib.nullcontext():
         if isinstance(made, Tensor):
             return remote(view, made)
-        return [remote(_OneOf(view, index), one) for index, one in enumerate(made)]
+        return [remote(partial(view, index=index), one) for index, one in enumerate(made)]
 
 
 # What derivatives in forward mode ask of a tensor's storage. A value that is read may lie in a unit's memory, whose

@@ -28,7 +28,7 @@ from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.step_report import StepReport
 from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
-from offloadzero.step.script.scaled_losses import ScaledLosses
+from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
 from offloadzero.update.records import Record

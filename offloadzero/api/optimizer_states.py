@@ -16,9 +16,9 @@ import torch
 
 from offloadzero.access.state import state_tensor
 from offloadzero.access.tensor import RemoteValue
+from offloadzero.access.weights import WeightAccess
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -45,7 +45,7 @@ class _State(RemoteValue):
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
         if self._key == "step":
-            self._weights.states.write_step(self._record, self._slot, step_count(self.name, value))
+            self._weights.homes.write_step(self._record, self._slot, step_count(self.name, value))
         elif self._key == "master":
             self._weights.write(self._record, self._slot, value)
         elif self._key in self._record.spec.states:
@@ -123,21 +123,6 @@ class ParamStates(dict[str, torch.Tensor]):
         self.update(other)
         return self
 
-    def __delitem__(self, key: str) -> NoReturn:
-        self._refuse(key)
-
-    def pop(self, key: str, *_: Any) -> NoReturn:
-        """Refuse: the optimizer needs the item."""
-        self._refuse(key)
-
-    def popitem(self) -> NoReturn:
-        """Refuse: the optimizer needs the item."""
-        self._refuse("popitem()")
-
-    def clear(self) -> NoReturn:
-        """Refuse: the optimizer needs the items."""
-        self._refuse("clear()")
-
     def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: ARG002 (dict's signature)
         """Return the item; one that does not exist cannot be added: StateError."""
         if key not in self:
@@ -147,11 +132,13 @@ class ParamStates(dict[str, torch.Tensor]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
 
-    def _refuse(self, key: str) -> NoReturn:
+    def _refuse(self, key: str = "clear(), popitem()", *_: Any) -> NoReturn:
         raise StateError(
             f"optimizer.state[param]: {key}: an offloaded optimizer has the states {', '.join(self)}; what they hold "
             "can be changed, none can be added or removed"
         )
+
+    __delitem__ = pop = popitem = clear = _refuse
 
 
 class States(defaultdict[torch.Tensor, Any]):
@@ -181,34 +168,10 @@ class States(defaultdict[torch.Tensor, Any]):
             return default
         return default if values is None else ParamStates(values)
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         refuse_states()
 
-    def __delitem__(self, key: Any) -> NoReturn:
-        refuse_states()
-
-    def clear(self) -> NoReturn:
-        """Refuse: there is nothing here to clear."""
-        refuse_states()
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the states are not here."""
-        refuse_states()
-
-    def __ior__(self, other: Any) -> NoReturn:  # type: ignore[misc]
-        refuse_states()
-
-    def pop(self, *_: Any) -> NoReturn:
-        """Refuse: the states are not here."""
-        refuse_states()
-
-    def popitem(self) -> NoReturn:
-        """Refuse: the states are not here."""
-        refuse_states()
-
-    def setdefault(self, key: Any, default: Any = None) -> NoReturn:  # noqa: ARG002 (dict's signature)
-        """Refuse: the states are not here."""
-        refuse_states()
+    __setitem__ = __delitem__ = __ior__ = clear = update = pop = popitem = setdefault = _refuse
 
 
 def refuse_states() -> NoReturn:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from offloadzero.access.weights import answer_for
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.segments import TierName
@@ -47,7 +48,6 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
-from offloadzero.streaming.access.slot_weight import answer_for
 from offloadzero.streaming.building.initial_values import write_states
 from offloadzero.streaming.building.original_form import OriginalForm
 from offloadzero.streaming.building.units import UnitCut
@@ -165,7 +165,6 @@ class Runtime:
                 self.model,
                 cut,
                 executor=parts.executor,
-                reads=parts.reads,
                 gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
                 weights=parts.weights,
                 blocks=parts.blocks,

@@ -49,12 +49,12 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients, copy_waiting
-from offloadzero.step.script.param_grad import (
+from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientHandle,
     expect_dense,
 )
+from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients, copy_waiting
 from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
 from offloadzero.update.records import Record
 

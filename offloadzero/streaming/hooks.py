@@ -49,9 +49,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero.access.gathered import ScriptBlocks
 from offloadzero.access.parameter import PresentParameter
 from offloadzero.access.state import is_copy_of, state_tensor
 from offloadzero.access.weight import Counted, weight_of
+from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
@@ -69,9 +71,6 @@ from offloadzero.core.torch_private import (
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.timeline import Timeline
-from offloadzero.streaming.access.gathered import ScriptBlocks
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.units import Site, UnitCut
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.forwards import (
@@ -297,7 +296,6 @@ class ModelHooks:
         cut: UnitCut,
         *,
         executor: Executor,
-        reads: UnitReads,
         gradient_hook: Callable[[Record, ParamSlot], Callable[[torch.Tensor], None]],
         weights: WeightAccess,
         blocks: ScriptBlocks,
@@ -315,7 +313,6 @@ class ModelHooks:
             activations: takes the inputs of these.
         """
         self.executor = executor
-        self._reads = reads
         self._saved_weights = SavedWeights(executor)
         self.timeline = timeline
         self._gradient_hook = gradient_hook
@@ -401,7 +398,7 @@ class ModelHooks:
         if self.executor.is_running:
             may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
             with outside_of_transforms():
-                self._reads.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
+                self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
     def _own_innermost(self) -> SavedTensorHooks | None:
         """The innermost saved-tensor hooks, if they are this engine's."""
@@ -414,7 +411,7 @@ class ModelHooks:
 
     def commit_gathered(self, records: Sequence[int]) -> None:
         """Write home the changes of a script to gathered parameters, before a forward computes with them."""
-        if self._reads.gathered:
+        if self._blocks.open:
             self._blocks.commit(records)
 
     def commit_written(self, records: Sequence[int]) -> None:

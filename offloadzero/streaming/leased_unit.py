@@ -34,8 +34,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.access.kept_view import keep_view, show_frozen, tensors_over
-from offloadzero.access.parameter import classes_of
+from offloadzero.access.parameter import classes_of, keep_view, show_frozen, tensors_over
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     set_data,

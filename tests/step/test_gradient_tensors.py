@@ -20,7 +20,7 @@ import offloadzero
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import TieredStore
-from offloadzero.step.script.param_grad import GradientAccess, ParamGradient
+from offloadzero.step.param_grad import GradientAccess, ParamGradient
 from offloadzero.zero import (
     safe_get_full_grad,
     safe_get_local_grad,

@@ -1,4 +1,4 @@
-"""Reads and writes of one parameter's part of its record's segments, where they live.
+"""Reads and writes of one parameter's part of its record's segments, and of its optimizer's states, where they live.
 
 [Note: a write is whole]
 A weight is two segments, the parameter and the rest of its master, and on the device a third place while its module is
@@ -8,7 +8,8 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -21,11 +22,30 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.parts import gather_parts
-from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_parts, kept_place
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record
+from offloadzero.update.spec import StateCodes
+
+
+class Changes(Protocol):
+    """What the units on the device know of changes of their homes; `index` is a record's."""
+
+    def update_ticket(self, index: int) -> Ticket:
+        """The ticket of the unit's last update."""
+
+    def num_updates(self, index: int) -> int:
+        """The number of the unit's updates begun so far."""
+
+    def begin_edit(self, index: int) -> None:
+        """Announce that the caller is about to write any of the unit's weights."""
+
+    def expect_no_late_write(self, index: int) -> None:
+        """Raise if a write through a kept view has not reached the unit's home."""
+
+    def expect_step_taken(self, index: int) -> None:
+        """Raise if backward has updated the unit and step() has not been called."""
 
 
 class HomeAccess:
@@ -34,7 +54,7 @@ class HomeAccess:
     def __init__(
         self,
         store: TieredStore,
-        changes: UnitChanges,
+        changes: Changes,
         *,
         clock: StepClock,
         group: Group,
@@ -73,7 +93,7 @@ class HomeAccess:
         with UninterruptedThroughout(), self._clock.waiting("state access"):
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
-                self._changes.launched_reads().wait()
+                self._store.accelerator.computed().wait()  # may read any weights
             ahead = record.edits.begin()
             try:
                 with self._store.failures.handed_over():
@@ -133,3 +153,96 @@ class HomeAccess:
             return FINISHED
         part = source[place.skipped : place.skipped + place.num_elements]
         return self._store.write(segment, part, start=place.start)
+
+
+class StateAccess:
+    """Reads and writes states in either layout, between steps."""
+
+    def __init__(self, homes: HomeAccess) -> None:
+        self._homes = homes
+
+    def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
+        """Read a state of the optimizer: a new fp32 host tensor in the parameter's shape."""
+        values = self._homes.read(record, slot, kind)
+        if record.codes is not None:
+            values = record.codes.decode(kind, values, self._homes.read(record, slot, SegmentKind.SCALES))
+        return values.view(slot.shape)
+
+    def write(self, record: Record, slot: ParamSlot, kind: SegmentKind, value: torch.Tensor) -> None:
+        """Set a state of the optimizer; the compact layout rounds it.
+
+        Raises ConfigError for another number of elements, and for a frozen parameter.
+        """
+        flat = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
+        if flat.numel() != slot.num_elements:
+            raise ConfigError(f"{slot.name}.{kind}", tuple(value.shape), f"shape {tuple(slot.shape)}")
+        parts = {kind: flat}
+        if record.codes is not None:
+            scales = self._homes.read(record, slot, SegmentKind.SCALES)
+            parts = {kind: record.codes.encode(kind, flat, scales), SegmentKind.SCALES: scales}
+        with UninterruptedThroughout():
+            _count_writes(slot, [kind])
+            self._homes.write(record, slot, parts)
+
+    def reset(self, record: Record, slot: ParamSlot, group: Mapping[str, object]) -> None:
+        """Reset all states, with codes and scales, to those before the first step under the options of `group`."""
+        parts = {}
+        for kind in (*record.spec.states, *([SegmentKind.SCALES] if record.compact else [])):
+            part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
+            parts[kind] = torch.full(
+                (part.stop - part.start,),
+                record.spec.initial_value(kind, group),
+                dtype=record.segments[kind].dtype,
+                device="cpu",
+            )
+        with UninterruptedThroughout():
+            _count_writes(slot, parts)
+            self._homes.write(record, slot, parts)
+
+    def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
+        """Read the states of the compact layout as stored, by name (`StateCodes.specs`); empty in the fp32 layout."""
+        if record.codes is None:
+            return {}
+        return {
+            name: self._homes.read(record, slot, kind).view(shape)
+            for name, kind, _, shape in record.codes.specs(slot.shape)
+        }
+
+    def write_codes(
+        self, record: Record, slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Set all states to a result of `read_codes`, of this run or of one in either layout.
+
+        Raises ConfigError for codes of another dtype or shape.
+        """
+        expect_codes(slot, codes, values)
+        flat = {kind: values[name].reshape(-1) for name, kind, _, _ in codes.specs(slot.shape)}
+        if record.codes is None:
+            scales = flat.pop(SegmentKind.SCALES)
+            flat = {kind: codes.decode(kind, coded, scales) for kind, coded in flat.items()}
+        with UninterruptedThroughout():
+            _count_writes(slot, flat)
+            self._homes.write(record, slot, flat)
+
+
+def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError unless the codes have the dtypes and shapes of `codes.specs`."""
+    for name, _, dtype, shape in codes.specs(slot.shape):
+        if values[name].shape != shape or values[name].dtype != dtype:
+            given = f"{values[name].dtype} {tuple(values[name].shape)}"
+            raise ConfigError(f"{slot.name}.{name}", given, f"{dtype} {tuple(shape)}")
+
+
+def are_codes_of(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the codes among `values`, as `read_codes` returns them, belong to the states among them."""
+    expect_codes(slot, codes, values)
+    scales = values[SegmentKind.SCALES].reshape(-1)
+    return all(
+        torch.equal(codes.decode(kind, values[name].reshape(-1), scales), values[kind].reshape(-1).float())
+        for kind, name in codes.names.items()
+    )
+
+
+def _count_writes(slot: ParamSlot, kinds: Iterable[SegmentKind]) -> None:
+    for kind in kinds:
+        slot.num_state_writes[kind.value] = slot.num_state_writes.get(kind.value, 0) + 1

@@ -33,20 +33,21 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offloadzero.access.agreement import Announcements
 from offloadzero.access.gradient import GradientTensor, GradientValue, product_is_exact
+from offloadzero.access.homes import HomeAccess
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
     current_graph_task_id,
-    queue_backward_callback,
+    running_backward,
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
@@ -54,7 +55,6 @@ from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_place
 from offloadzero.update.records import Record
@@ -259,13 +259,6 @@ def expect_dense(slot: ParamSlot, grad: Tensor) -> None:
         raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
 
 
-class _AtEnd:
-    """A callback for the end of a backward, which is gone when that backward fails."""
-
-    def __call__(self) -> None:
-        """Do nothing."""
-
-
 class GradientAccess:
     """The places of single parameters' gradients: [Note: the life of param.grad]."""
 
@@ -302,7 +295,7 @@ class GradientAccess:
         self._gradients = gradients
         self._previous_update = previous_update
         self.updates_in_backward = updates_in_backward
-        self._running: dict[int, weakref.ref[_AtEnd]] = {}  # backwards, by number
+        self._running: dict[int, weakref.ref[Any]] = {}  # backwards, by number
 
     def handles(self, record: Record) -> tuple[GradientHandle, ...]:
         """Make a new handle for each trainable slot."""
@@ -359,15 +352,13 @@ class GradientAccess:
     def note_running(self, backward: int) -> None:
         """Remember the running backward: autograd keeps its callbacks alive as long as it runs."""
         if not self.runs(backward):
-            at_end = _AtEnd()
-            queue_backward_callback(at_end)
-            self._running = {number: end for number, end in self._running.items() if end() is not None}
-            self._running[backward] = weakref.ref(at_end)
+            self._running = {number: ref for number, ref in self._running.items() if ref() is not None}
+            self._running[backward] = running_backward()
 
     def runs(self, backward: int) -> bool:
         """Whether a backward runs that has brought gradients; this one may run inside it, in a hook."""
-        end = self._running.get(backward)
-        return end is not None and end() is not None
+        running = self._running.get(backward)
+        return running is not None and running() is not None
 
     # --- at home ---
 

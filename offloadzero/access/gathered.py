@@ -23,15 +23,12 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.access.agreement import Announcements
+from offloadzero.access.weights import Units, WeightAccess, bits, expect_alike
 from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.access.slot_weight import expect_alike
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.access.weights import WeightAccess, bits
-from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -52,10 +49,9 @@ class ScriptBlocks:
     def __init__(
         self,
         weights: WeightAccess,
-        reads: UnitReads,
+        units: Units,
         *,
         group: Group,
-        coded: CodedGather,
         records: Sequence[Record],
         announcements: Announcements,
         clock: StepClock,
@@ -64,13 +60,12 @@ class ScriptBlocks:
         """Make the first block possible. The ranks tell each other their acts by `announcements`."""
         self.weights = weights
         self._group = group
-        self._coded = coded
         self._records = records
         self._announcements = announcements
         self._clock = clock
         self._failures = failures
         self.open: list[GatheredBlock] = []  # in which the script is, the innermost last
-        self._reads = reads
+        self._units = units
         # Of gathered parameters: the version when the script's memory and the home were last the same.
         self._shown: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -79,17 +74,16 @@ class ScriptBlocks:
         name = f"GatheredParameters of {slot.name} over the ranks"
         # The other ranks wait for this one until the block ends.
         with nullcontext() if self._group.is_alone else self._failures.whole(name):
-            is_coded = self._coded.is_coded(record, slot)
-            memory.copy_(self.weights.value(record, slot, to_write=is_coded))
-            self._reads.gather(record.index, slot.index, memory)
+            memory.copy_(self.weights.value(record, slot, is_exact=True))
+            self._units.gather(record.index, slot.index, memory)
 
     def scatter(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Undo `gather`; return the value that the parameter holds now."""
-        return self._reads.scatter(record.index, slot.index)
+        return self._units.scatter(record.index, slot.index)
 
     def value(self, record: Record, slot: ParamSlot) -> torch.Tensor | None:
         """Return the memory of a gathered parameter; None of another one."""
-        return self._reads.gathered_in(record.index).get(slot.index)
+        return self._units.gathered_in(record.index).get(slot.index)
 
     def note_shown(self, record: Record, slot: ParamSlot) -> None:
         """Note that a gathered parameter has the value of its home now."""
@@ -117,7 +111,7 @@ class ScriptBlocks:
         if self._group.is_alone:
             for block in reversed(self.open):
                 block.commit(indices)
-        elif not self._reads.is_computing:
+        elif not self._units.is_running:
             for block in reversed(self.open):
                 block.commit()
 
