@@ -25,6 +25,7 @@ import torch
 from offloadzero.access.agreement import Announcements
 from offloadzero.access.weights import Units, WeightAccess, bits, expect_alike
 from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
@@ -94,7 +95,7 @@ class ScriptBlocks:
         return self._shown[record.index, slot.index] != self._version(record, slot)
 
     def _version(self, record: Record, slot: ParamSlot) -> tuple[int, int]:
-        return self.weights.num_updates(record) if slot.trainable else 0, slot.num_writes
+        return self.weights.num_updates(record) if slot.trainable else 0, slot.writes[SegmentKind.PARAM]
 
     def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
         """Whether the parameter's bits, dtype or shape differ from those of `value`."""

@@ -8,7 +8,7 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -78,7 +78,7 @@ class HomeAccess:
         target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._changes.update_ticket(record.index).wait()
-            self._read_home(record, slot, segment, target)
+            self.read_home(record, slot, segment, target)
         return target
 
     def write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
@@ -91,6 +91,7 @@ class HomeAccess:
             self._group.note_write(record.index, slot.index, kind.value, values=values)
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
         with UninterruptedThroughout(), self._clock.waiting("state access"):
+            slot.writes.update(parts.keys())
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
                 self._store.accelerator.computed().wait()  # may read any weights
@@ -120,22 +121,19 @@ class HomeAccess:
             raise ConfigError(slot.name, kind.value, "a frozen parameter has no optimizer state")
         return record.param_home if kind is SegmentKind.PARAM else record.segments[kind]
 
-    def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
-        """Read all of a slot's elements of a segment."""
+    def read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
+        """Read all of a slot's elements of a segment. The caller waits for a state, or a gradient."""
         if record.shard.world_size == 1 or segment is record.whole_param:
             place = kept_place(record, slot, segment.kind)
             self._store.read(segment, target, start=place.start).wait()
         else:
-            self.gather(record, slot, segment, target, slot.name)
+            self.gather(record, slot, segment, target)
 
-    def gather(
-        self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor, name: str
-    ) -> None:
-        """Fill `target` from the parts of all ranks, which read the same ones: [Note: ranks say what they read].
-
-        The caller waits for a state, or a gradient.
-        """
+    def gather(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
+        """Fill `target` from the parts of all ranks, which read the same ones: [Note: ranks say what they read]."""
         kind = segment.kind
+        is_gradient = kind is SegmentKind.GRAD
+        name = f"{slot.name}.grad" if is_gradient else slot.name
         # The others wait for this rank until the block ends.
         with self._store.failures.whole(f"the read of {name} over the ranks"):
             self._announcements.announce_read(record, slot, kind)
@@ -143,7 +141,7 @@ class HomeAccess:
             if record.shard.rank in parts:
                 start = kept_place(record, slot, kind).start
                 self._store.read(segment, parts[record.shard.rank], start=start).wait()
-            label = name if kind is SegmentKind.GRAD else f"{name}.{kind.value}"
+            label = name if is_gradient else f"{name}.{kind.value}"
             gather_parts(self._group.states, target, parts, label)
 
     def _begin_write(self, record: Record, slot: ParamSlot, segment: Segment, source: torch.Tensor) -> Ticket:
@@ -180,9 +178,7 @@ class StateAccess:
         if record.codes is not None:
             scales = self._homes.read(record, slot, SegmentKind.SCALES)
             parts = {kind: record.codes.encode(kind, flat, scales), SegmentKind.SCALES: scales}
-        with UninterruptedThroughout():
-            _count_writes(slot, [kind])
-            self._homes.write(record, slot, parts)
+        self._homes.write(record, slot, parts)
 
     def reset(self, record: Record, slot: ParamSlot, group: Mapping[str, object]) -> None:
         """Reset all states, with codes and scales, to those before the first step under the options of `group`."""
@@ -195,9 +191,7 @@ class StateAccess:
                 dtype=record.segments[kind].dtype,
                 device="cpu",
             )
-        with UninterruptedThroughout():
-            _count_writes(slot, parts)
-            self._homes.write(record, slot, parts)
+        self._homes.write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
         """Read the states of the compact layout as stored, by name (`StateCodes.specs`); empty in the fp32 layout."""
@@ -220,9 +214,7 @@ class StateAccess:
         if record.codes is None:
             scales = flat.pop(SegmentKind.SCALES)
             flat = {kind: codes.decode(kind, coded, scales) for kind, coded in flat.items()}
-        with UninterruptedThroughout():
-            _count_writes(slot, flat)
-            self._homes.write(record, slot, flat)
+        self._homes.write(record, slot, flat)
 
 
 def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
@@ -241,8 +233,3 @@ def are_codes_of(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.
         torch.equal(codes.decode(kind, values[name].reshape(-1), scales), values[kind].reshape(-1).float())
         for kind, name in codes.names.items()
     )
-
-
-def _count_writes(slot: ParamSlot, kinds: Iterable[SegmentKind]) -> None:
-    for kind in kinds:
-        slot.num_state_writes[kind.value] = slot.num_state_writes.get(kind.value, 0) + 1

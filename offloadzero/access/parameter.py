@@ -95,7 +95,10 @@ class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
 
     @property
     def data(self) -> Tensor:
-        """The value, without a graph."""
+        """The value, without a graph; for the compiler, which is about to use a present one's memory, the memory."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(_COMPILER) and isinstance(self, PresentParameter):
+            return get_data(self)
         return value_of(self)
 
     @data.setter
@@ -152,18 +155,6 @@ class PresentParameter(_Offloaded):
     """A parameter in its module's forward: [Note: a parameter away]."""
 
     __torch_function__ = disabled_torch_function_impl
-
-    @property
-    def data(self) -> Tensor:
-        """The value, without a graph; for the compiler, which is about to use the memory, the memory itself."""
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(_COMPILER):
-            return get_data(self)
-        return value_of(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        weight_of(self).assign(value)
 
 
 class AwayParameter(_Offloaded):

@@ -79,6 +79,9 @@ class RemoteValue:
         """Replace the value by one of its shape and dtype. The memory then belongs to this object."""
         raise NotImplementedError
 
+    def count_write(self) -> None:
+        """Tell autograd, where it looks, that the value has been written."""
+
 
 View = Callable[[Tensor], Tensor]  # makes a view of its tensor
 

@@ -32,9 +32,6 @@ class Weight(RemoteValue):
     def _held_alias(self) -> Alias | None:
         return None if self._held is None else self._held()
 
-    def count_write(self) -> None:
-        """Tell autograd that the value has been written, as an operation on the parameter does."""
-
     def assign(self, value: Tensor) -> None:
         """`param.data = value`: the value is copied."""
         raise NotImplementedError
@@ -47,7 +44,7 @@ class Weight(RemoteValue):
         """Leave the present value to the holders of `param.data`, as the parameter gets other memory."""
         alias = self._held_alias()
         if alias is not None:
-            alias.keep(self.read(to_write=True))
+            alias.keep(self)
         self._held = None
 
     def expect_own(self, value: Tensor) -> None:
@@ -63,17 +60,36 @@ class Weight(RemoteValue):
             raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
 
 
+class _Kept(RemoteValue):
+    """The value that `param.data` had when the parameter was given other memory."""
+
+    version = (-1, 0)
+
+    def __init__(self, weight: Weight, value: Tensor) -> None:
+        super().__init__(weight.name, weight.shape, weight.dtype, weight.device)
+        self._tensor = value
+
+    def read(self, *, to_write: bool = False) -> Tensor:
+        """Return the value."""
+        return self._tensor.clone() if to_write else self._tensor
+
+    def write(self, value: Tensor) -> None:
+        """Replace the value."""
+        self._tensor = value
+
+
 class Look(RemoteValue):
     """A look at the value of a weight."""
 
     def __init__(self, value: Weight | Look) -> None:
         super().__init__(value.name, value.shape, value.dtype, value.device)
-        self._value = value
+        self._value: RemoteValue = value
 
     @property
     def weight(self) -> Weight | None:
         """The weight whose value it is; None where that has got another one since."""
-        return self._value if isinstance(self._value, Weight) else self._value.weight
+        value = self._value
+        return value.weight if isinstance(value, Look) else value if isinstance(value, Weight) else None
 
     @property
     def version(self) -> tuple[int, ...] | None:
@@ -96,39 +112,9 @@ class Look(RemoteValue):
 class Alias(Look):
     """The value behind `param.data`: holders of it keep the value when the parameter is given other memory."""
 
-    _kept: Tensor | None = None
-
-    def keep(self, value: Tensor) -> None:
-        """Have this value from now on, whatever the weight's is."""
-        self._kept = value
-
-    @property
-    def weight(self) -> Weight | None:
-        """The weight whose value it is."""
-        return super().weight if self._kept is None else None
-
-    @property
-    def version(self) -> tuple[int, ...] | None:
-        """That of the value."""
-        return super().version if self._kept is None else (-1, 0)
-
-    def read(self, *, to_write: bool = False) -> Tensor:
-        """Read the value."""
-        if self._kept is None:
-            return super().read(to_write=to_write)
-        return self._kept.clone() if to_write else self._kept
-
-    def write(self, value: Tensor) -> None:
-        """Write the value."""
-        if self._kept is None:
-            super().write(value)
-        else:
-            self._kept = value
-
-    def count_write(self) -> None:
-        """Tell autograd of a write."""
-        if self._kept is None:
-            super().count_write()
+    def keep(self, weight: Weight) -> None:
+        """Have the present value of `weight` from now on, whatever it becomes."""
+        self._value = _Kept(weight, weight.read(to_write=True))
 
 
 class Counted(Look):

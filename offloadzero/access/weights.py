@@ -93,7 +93,7 @@ class WeightAccess:
 
         Raises ConfigError for another number of elements.
         """
-        self._write_parts(record, slot, self._parts(record, slot, value))
+        self.homes.write(record, slot, self._parts(record, slot, value))
 
     def _parts(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> dict[SegmentKind, torch.Tensor]:
         """Return what the parameter's homes hold where it has this value."""
@@ -107,17 +107,10 @@ class WeightAccess:
         encode(slot, flat, param, master, base=slot.offset)
         return {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
 
-    def _write_parts(
-        self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]
-    ) -> None:
-        with UninterruptedThroughout():
-            slot.num_writes += 1
-            self.homes.write(record, slot, parts)
-
     def load_master(self, record: Record, slot: ParamSlot, master: torch.Tensor) -> None:
         """Set the parameter to the fp32 master that an optimizer's state dict has of it."""
         parts = self._parts(record, slot, master)
-        self._write_parts(record, slot, parts)
+        self.homes.write(record, slot, parts)
         self._masters_loaded[id(slot)] = self._version(record, slot, parts[SegmentKind.PARAM])
 
     def load(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
@@ -132,13 +125,14 @@ class WeightAccess:
             if loaded == self._version(record, slot, flat):
                 # The same bits, once more: several ranks note their writes, and one that loads other values is found.
                 self.homes.write(record, slot, {SegmentKind.PARAM: flat})
+                self._masters_loaded[id(slot)] = self._version(record, slot, flat)
                 return
         self.write(record, slot, value)
 
     def _version(self, record: Record, slot: ParamSlot, flat: torch.Tensor) -> tuple[int, int, bytes]:
         """What tells whether a parameter is still, with its master, what it was when it had the values `flat`."""
         digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).digest()  # type: ignore[arg-type]
-        return self.num_updates(record), slot.num_writes, digest
+        return self.num_updates(record), slot.writes[SegmentKind.PARAM], digest
 
     # --- operations of scripts on parameters ---
 
@@ -224,7 +218,6 @@ class WeightAccess:
                 master[changed] = new[changed].float()
             else:
                 master[(new == 0) | ~new.isfinite()] = 0
-        slot.num_writes += 1
         self.homes.write(record, slot, parts)
 
 
@@ -240,7 +233,7 @@ class SlotWeight(Weight):
     @property
     def version(self) -> tuple[int, int]:
         """The numbers of the unit's updates begun so far, and of writes to this parameter."""
-        return self._access.num_updates(self._record), self._slot.num_writes
+        return self._access.num_updates(self._record), self._slot.writes[SegmentKind.PARAM]
 
     def read(self, *, to_write: bool = False) -> torch.Tensor:
         """Return the value on the device."""

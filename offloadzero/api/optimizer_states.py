@@ -39,8 +39,8 @@ class _State(RemoteValue):
     def version(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
         slot = self._slot
-        num_writes = slot.num_writes if self._key == "master" else slot.num_state_writes.get(self._key, 0)
-        return self._weights.num_updates(self._record), slot.step, num_writes
+        kind = "param" if self._key == "master" else self._key  # a master is written with its parameter
+        return self._weights.num_updates(self._record), slot.step, slot.writes[kind]
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
@@ -85,7 +85,17 @@ def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[
     }
 
 
-class StateDict(dict[str, Any]):
+class _States(dict[str, Any]):
+    """A dict of states whose copies are ordinary ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
+
+
+class StateDict(_States):
     """The dict that `optimizer.state_dict()` returns. Its `copy()` copies the tensors, too.
 
     An optimizer of torch keeps the tensors that its `load_state_dict` is given, and its steps would write into these
@@ -96,18 +106,9 @@ class StateDict(dict[str, Any]):
         """Return a copy that is independent of the optimizer."""
         return copy.deepcopy(dict(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
-
-
-class ParamStates(dict[str, torch.Tensor]):
+class ParamStates(_States):
     """The value of `optimizer.state[param]`: assigning to an item writes it; items can neither be added nor removed."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self:
@@ -128,9 +129,6 @@ class ParamStates(dict[str, torch.Tensor]):
         if key not in self:
             self._refuse(key)
         return self[key]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
 
     def _refuse(self, key: str = "clear(), popitem()", *_: Any) -> NoReturn:
         raise StateError(

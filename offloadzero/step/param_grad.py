@@ -77,16 +77,9 @@ class ParamGradient(GradientValue):
     parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
     """
 
-    def __init__(
-        self,
-        access: GradientAccess,
-        handle: GradientHandle,
-        *,
-        record: Record,
-        slot: ParamSlot,
-        device: torch.device,
-    ) -> None:
-        super().__init__(f"{slot.name}.grad", slot.shape, record.dtype, device)
+    def __init__(self, access: GradientAccess, handle: GradientHandle) -> None:
+        record, slot = handle.record, handle.slot
+        super().__init__(f"{slot.name}.grad", slot.shape, record.dtype, access.device)
         self._access = weakref.ref(access)
         self.handle = weakref.ref(handle)
         self.index = (record.index, slot.index)
@@ -202,19 +195,29 @@ class ParamGradient(GradientValue):
 class GradientHandle:
     """The tensor that stands for a parameter's gradient, `source`, and its relation to `param.grad`."""
 
-    __slots__ = ("__weakref__", "_make", "is_seen", "param", "slot", "source", "taken_in", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "_access",
+        "is_seen",
+        "param",
+        "record",
+        "slot",
+        "source",
+        "taken_in",
+        "tensor",
+    )
 
-    def __init__(self, slot: ParamSlot, make: Callable[[GradientHandle], ParamGradient]) -> None:
+    def __init__(self, access: GradientAccess, record: Record, slot: ParamSlot) -> None:
+        self._access = access
+        self.record = record
         self.slot = slot
-        self.is_seen = (
-            False  # by a script's hook before ours: collect.py, [Note: gradients that others have seen]
-        )
         self.param = slot.param
-        self._make = make
+        # By a script's hook before ours: [Note: gradients that others have seen] in step/collect.py.
+        self.is_seen = False
         self._renew()
 
     def _renew(self) -> None:
-        self.source = self._make(self)
+        self.source = ParamGradient(self._access, self)
         self.tensor = GradientTensor(self.source)
         self.taken_in = -1  # the last backward in which the hook took a gradient
 
@@ -289,7 +292,7 @@ class GradientAccess:
         # The squared norms of what the homes hold on all ranks together, by record and slot; and the gradients then.
         self._shared_sq_norms: dict[int, Sequence[float]] = {}
         self._measured: list[tuple[RecordGradient, Ticket]] = []
-        self._device = store.accelerator.device
+        self.device = store.accelerator.device
         self._clock = clock
         self._num_threads = num_threads
         self._gradients = gradients
@@ -299,14 +302,7 @@ class GradientAccess:
 
     def handles(self, record: Record) -> tuple[GradientHandle, ...]:
         """Make a new handle for each trainable slot."""
-
-        def handle(slot: ParamSlot) -> GradientHandle:
-            def make(handle: GradientHandle) -> ParamGradient:
-                return ParamGradient(self, handle, record=record, slot=slot, device=self._device)
-
-            return GradientHandle(slot, make)
-
-        return tuple(handle(slot) for slot in record.trainable_slots)
+        return tuple(GradientHandle(self, record, slot) for slot in record.trainable_slots)
 
     def locate(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
         """Return where a gradient is, for work that the caller launches next. StateError for one that is not."""
@@ -397,23 +393,19 @@ class GradientAccess:
         if home is None:
             raise AssertionError(f"{slot.name}: its gradient has no home")
         if slot.index in state.zeroed:
-            return torch.zeros(slot.num_elements, dtype=home.dtype, device=self._device)
+            return torch.zeros(slot.num_elements, dtype=home.dtype, device=self.device)
         self._wait_landed(state)
-        value = self._read_home(state, slot, home).to(self._device)
+        value = self._read_home(state, slot, home).to(self.device)
         factor = state.factors.get(slot.index, 1.0)
         return value if factor == 1.0 else value * factor
 
     def _read_home(self, state: RecordGradient, slot: ParamSlot, home: Segment) -> Tensor:
         """Return what the home holds of a parameter, flat, in the home's dtype; it may be the home itself."""
-        is_whole = state.record.shard.world_size == 1
-        if is_whole and home.is_in_memory:
+        if state.record.shard.world_size == 1 and home.is_in_memory:
             return home.memory[slot.offset : slot.offset + slot.num_elements]
         flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
         with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-            if is_whole:
-                self._store.read(home, flat, start=slot.offset).wait()
-            else:
-                self._homes.gather(state.record, slot, home, flat, f"{slot.name}.grad")
+            self._homes.read_home(state.record, slot, home, flat)
         return flat
 
     def sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
