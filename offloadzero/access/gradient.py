@@ -33,6 +33,7 @@ from offloadzero.access.tensor import (
     META,
     RemoteTensor,
     RemoteValue,
+    StandIn,
     TorchOp,
     asking_for_device,
 )
@@ -145,7 +146,7 @@ class GradientTensor(RemoteTensor):
             if not isinstance(leaf, GradientTensor):
                 return leaf
             with DisableTorchFunctionSubclass():
-                twin = _See.apply(leaf) if leaf.requires_grad else _seen(leaf)  # type: ignore[no-untyped-call]
+                twin = StandIn.apply(leaf, _seen) if leaf.requires_grad else _seen(leaf)  # type: ignore[no-untyped-call]
             given.append((twin, leaf))
             return twin
 
@@ -185,37 +186,13 @@ class _Seen(GradientTensor):
         return asking_for_device(cls, like, device, storage_offset)
 
 
-class _See(torch.autograd.Function):
-    """The autograd function of a `_Seen` whose gradient is in a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: GradientTensor) -> RemoteTensor:  # noqa: ARG004 (torch's signature)
-        return _seen(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-        return grad
-
-
 def _seen(gradient: GradientTensor) -> RemoteTensor:
     return gradient.with_source(gradient.source, kind=_Seen)
 
 
-class _Stand(torch.autograd.Function):
-    """The autograd function that makes a gradient's tensor in the graph that the gradient is in."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, source: GradientValue) -> GradientTensor:  # noqa: ARG004
-        return GradientTensor(source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return grad, None
-
-
 def in_graph_of(grad: Tensor, source: GradientValue) -> GradientTensor:
     """Make a gradient tensor that is differentiated as `grad`, the result of a backward with create_graph=True."""
-    tensor: GradientTensor = _Stand.apply(grad, source)  # type: ignore[no-untyped-call]
+    tensor: GradientTensor = StandIn.apply(grad, lambda _: GradientTensor(source))  # type: ignore[no-untyped-call]
     return tensor
 
 

@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from offloadzero.access.by_value import ByValue
 from offloadzero.access.collectives import is_taken_untold, refuse_untold
-from offloadzero.access.tensor import RemoteTensor
+from offloadzero.access.tensor import RemoteTensor, StandIn
 from offloadzero.access.trees import map_leaves
 from offloadzero.access.weight import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of
 from offloadzero.core.torch_private import (
@@ -65,18 +65,6 @@ class _LeafTensor(RemoteTensor):
             raise RuntimeError(
                 f"{self.source.name}: a leaf Variable that requires grad is being used in an in-place operation."
             )
-
-
-class _Connect(torch.autograd.Function):
-    """The autograd function of a remote tensor whose gradient is that of the parameter or the kept view."""
-
-    @staticmethod
-    def forward(ctx: Any, away: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
-        return _leaf_tensor(away)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-        return grad
 
 
 def _leaf_tensor(away: Tensor) -> Tensor:
@@ -346,7 +334,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     if own is not None:
         return own(value_of(args[0]), *args[1:], **keywords)
     if func in _SEEN_AS_ANOTHER and args[1:] and args[0] is args[1] and isinstance(args[0], AwayParameter):
-        return _remote(args[0], connect=_connect_as_copy)  # with no other node before the parameter's own
+        return _remote(args[0], _connect_as_copy)  # with no other node before the parameter's own
     standing: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor that is away, its stand-in
 
     def stand_in(leaf: Any) -> Any:
@@ -363,11 +351,16 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     return map_leaves(away, func(*args, **keywords))
 
 
+def _connect(away: Tensor) -> Tensor:
+    connected: Tensor = StandIn.apply(away, _leaf_tensor)  # type: ignore[no-untyped-call]
+    return connected
+
+
 def _connect_as_copy(away: Tensor) -> Tensor:
     return as_copy_of(away, _leaf_tensor(away))
 
 
-def _remote(away: Tensor, *, connect: Callable[[Tensor], Tensor] = _Connect.apply) -> Tensor:
+def _remote(away: Tensor, connect: Callable[[Tensor], Tensor] = _connect) -> Tensor:
     with DisableTorchFunctionSubclass():
         is_connected = away.requires_grad and torch.is_grad_enabled()
     if is_connected:

@@ -247,6 +247,18 @@ class RemoteTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
         )
 
 
+class StandIn(torch.autograd.Function):
+    """The autograd function of a tensor that a call makes to stand for another: its gradient is that one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG004 (torch's)
+        return make(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
 def asking_for_device(
     kind: type[RemoteTensor], like: Tensor, device: torch.device, storage_offset: int
 ) -> RemoteTensor:
