@@ -27,8 +27,9 @@ from offloadzero.core.segments import TierName
 from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.observe.step_report import StepReport
-from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
+from offloadzero.observe.bound import StepReport
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.memory_plan import with_kept_gradients
 from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
