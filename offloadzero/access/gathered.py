@@ -24,7 +24,7 @@ import torch
 
 from offloadzero.access.agreement import Announcements
 from offloadzero.access.weights import Units, WeightAccess, bits, expect_alike
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.tickets import Failures
@@ -95,7 +95,7 @@ class ScriptBlocks:
         return self._shown[record.index, slot.index] != self._version(record, slot)
 
     def _version(self, record: Record, slot: ParamSlot) -> tuple[int, int]:
-        return self.weights.num_updates(record) if slot.trainable else 0, slot.writes[SegmentKind.PARAM]
+        return self.weights.num_updates(record) if slot.trainable else 0, slot.num_writes[SegmentKind.PARAM]
 
     def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
         """Whether the parameter's bits, dtype or shape differ from those of `value`."""
@@ -214,7 +214,7 @@ class GatheredBlock:
         self._own: list[Place] = []  # the others are gathered by a block around this one
 
     def enter(self) -> None:
-        """Make the parameters ordinary ones. An error leaves none of them gathered by this block.
+        """Make the parameters ordinary ones. After an error some may be: the caller has them given up.
 
         Raises:
             ConfigError: there is no rank `modifier_rank`.
@@ -233,17 +233,15 @@ class GatheredBlock:
         if without:
             names = ", ".join(place.slot.name for place in fresh)
             raise StateError(f"GatheredParameters of {names}: ranks {without} have no memory for them")
-        try:
-            for place, values in zip(fresh, memory, strict=True):
-                with UninterruptedThroughout():
-                    blocks.gather(*place, values)
-                    blocks.note_shown(*place)
-                    self._own.append(place)
-            blocks.open.append(self)
-        except BaseException:  # none may stay behind
-            with UninterruptedThroughout():
-                self.give_up()
-            raise
+        for place, values in zip(fresh, memory, strict=True):
+            self._gather(place, values)
+        blocks.open.append(self)
+
+    @uninterrupted_throughout
+    def _gather(self, place: Place, values: torch.Tensor) -> None:
+        self._blocks.gather(*place, values)
+        self._blocks.note_shown(*place)
+        self._own.append(place)
 
     def _take_memory(self, places: Sequence[Place]) -> tuple[list[torch.Tensor], RuntimeError | None]:
         """Take the memory of all parameters, while nothing is lost where there is too little; or return the error."""

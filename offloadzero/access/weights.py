@@ -15,7 +15,7 @@ from offloadzero.access.tensor import RemoteTensor
 from offloadzero.access.weight import Weight
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import ConfigError, StateError
@@ -124,15 +124,14 @@ class WeightAccess:
             flat = _on_host(value)
             if loaded == self._version(record, slot, flat):
                 # The same bits, once more: several ranks note their writes, and one that loads other values is found.
-                self.homes.write(record, slot, {SegmentKind.PARAM: flat})
-                self._masters_loaded[id(slot)] = self._version(record, slot, flat)
+                self.homes.write(record, slot, {SegmentKind.PARAM: flat}, has_changes=False)
                 return
         self.write(record, slot, value)
 
     def _version(self, record: Record, slot: ParamSlot, flat: torch.Tensor) -> tuple[int, int, bytes]:
         """What tells whether a parameter is still, with its master, what it was when it had the values `flat`."""
         digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).digest()  # type: ignore[arg-type]
-        return self.num_updates(record), slot.writes[SegmentKind.PARAM], digest
+        return self.num_updates(record), slot.num_writes[SegmentKind.PARAM], digest
 
     # --- operations of scripts on parameters ---
 
@@ -166,6 +165,7 @@ class WeightAccess:
         value = slot.view_in(flat)
         return value.clone() if to_write else value
 
+    @uninterrupted_throughout
     def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Write a script's changes to a parameter. Elements whose bits are unchanged keep their fp32 master."""
         new = value.detach().to("cpu").reshape(-1)
@@ -175,12 +175,12 @@ class WeightAccess:
             if not bool(changed.any()):
                 return
             new = torch.where(changed, new.float(), self._master_of(record, slot, home))
-        with UninterruptedThroughout():
-            self.write(record, slot, new)
-            flat = self._units.pinned_parameters(record.index)
-            if flat is not None:
-                slot.view_in(flat).copy_(value)
+        self.write(record, slot, new)
+        flat = self._units.pinned_parameters(record.index)
+        if flat is not None:
+            slot.view_in(flat).copy_(value)
 
+    @uninterrupted_throughout  # its reads, too: after an interrupt the missing commits would be unknown
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write the changes made in place to these slots' parameters in the forward that now ends.
 
@@ -197,11 +197,9 @@ class WeightAccess:
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
                 "parameter would lose its exact values. Write it outside of the forward"
             )
-        # One section, with its reads, which may block: after an interrupt the missing commits would be unknown.
-        with UninterruptedThroughout():
-            for slot in slots:
-                new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
-                self._commit_in_place(record, slot, new)
+        for slot in slots:
+            new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
+            self._commit_in_place(record, slot, new)
 
     def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
         """Write the changes made in a forward to a parameter, also where the forward has written the home itself.
@@ -233,7 +231,7 @@ class SlotWeight(Weight):
     @property
     def version(self) -> tuple[int, int]:
         """The numbers of the unit's updates begun so far, and of writes to this parameter."""
-        return self._access.num_updates(self._record), self._slot.writes[SegmentKind.PARAM]
+        return self._access.num_updates(self._record), self._slot.num_writes[SegmentKind.PARAM]
 
     def read(self, *, to_write: bool = False) -> torch.Tensor:
         """Return the value on the device."""

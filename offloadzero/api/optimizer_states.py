@@ -38,9 +38,9 @@ class _State(RemoteValue):
     @property
     def version(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
-        slot = self._slot
-        kind = "param" if self._key == "master" else self._key  # a master is written with its parameter
-        return self._weights.num_updates(self._record), slot.step, slot.writes[kind]
+        slot = self._slot  # whose master is written whenever it is
+        kind = SegmentKind.PARAM if self._key == "master" else SegmentKind(self._key)
+        return self._weights.num_updates(self._record), slot.step, slot.num_writes[kind]
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""

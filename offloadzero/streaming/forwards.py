@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offloadzero.access.parameter import AwayParameter, present_class_of
-from offloadzero.core.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.torch_private import sharder_of, skip_frame
 from offloadzero.errors import StateError
 
@@ -204,11 +204,10 @@ class FoundTensors:
             _put(present)
 
 
-@uninterrupted_from_start
+@uninterrupted
 def _put(entries: Iterable[_Entry]) -> None:
-    with uninterrupted:
-        for tensors, name, tensor in entries:
-            tensors[name] = tensor
+    for tensors, name, tensor in entries:
+        tensors[name] = tensor
 
 
 skip_frame(Forward._bind_anew, with_calls=True)

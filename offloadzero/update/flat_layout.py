@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 
@@ -29,7 +30,7 @@ class ParamSlot:
     group_index: int | None  # of the optimizer's param_groups; None: frozen
     index: int = 0  # in its record's slots
     step: int = 0  # updates so far
-    writes: Counter[str] = field(default_factory=Counter)  # by kind of segment, without updates
+    num_writes: Counter[SegmentKind] = field(default_factory=Counter)  # other than updates
 
     @property
     def trainable(self) -> bool:

@@ -28,7 +28,7 @@ from offloadzero.access.parameter import is_offloaded, offload_parameter, restor
 from offloadzero.access.weight import Weight, weight_of
 from offloadzero.core import interrupts
 from offloadzero.core.fail_points import through
-from offloadzero.core.interrupts import UninterruptedThroughout, is_interrupt
+from offloadzero.core.interrupts import is_interrupt, uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, set_data
 from offloadzero.errors import AioError, StateError
 from offloadzero.memory.arena import align_up
@@ -103,19 +103,20 @@ class SpilledWeight(Weight):
         value = self._stored().to(self.device).contiguous()
         return value.clone() if to_write and self._file is None and self.parts is None else value
 
+    @uninterrupted_throughout
     def write(self, value: torch.Tensor, *, source: int = 0) -> None:
         """Replace the value; one in parts by that of the rank at place `source`, and all ranks call this."""
         kept = value.detach()
-        with UninterruptedThroughout():
-            if self.parts is not None:
-                self.parts.announce_write(source=source)
-                kept = self.parts.divide(kept.to("cpu"), source=source)
-            self._num_writes += 1
-            if self._file is not None:
-                self._file.write(kept.to("cpu").contiguous())
-            else:
-                self._kept().copy_(kept)
+        if self.parts is not None:
+            self.parts.announce_write(source=source)
+            kept = self.parts.divide(kept.to("cpu"), source=source)
+        self._num_writes += 1
+        if self._file is not None:
+            self._file.write(kept.to("cpu").contiguous())
+        else:
+            self._kept().copy_(kept)
 
+    @uninterrupted_throughout
     def assign(self, value: torch.Tensor) -> None:
         """Do `param.data = value`, of any shape, dtype and device, as for an ordinary parameter."""
         param = self._param()
@@ -123,15 +124,14 @@ class SpilledWeight(Weight):
             return
         self.expect_own(value)
         new = self._like(param, value.detach().clone())
-        with UninterruptedThroughout():
-            try:
-                wear(param, new)
-            except BaseException:  # torch refuses a dtype, say
-                offload_parameter(param, self)
-                new.drop()
-                raise
-            self.leave_alias()
-            self.drop()
+        try:
+            wear(param, new)
+        except BaseException:  # torch refuses a dtype, say
+            offload_parameter(param, self)
+            new.drop()
+            raise
+        self.leave_alias()
+        self.drop()
 
     def _like(self, param: nn.Parameter, value: torch.Tensor) -> SpilledWeight:
         """Make the weight of another value, which waits where this one does."""
