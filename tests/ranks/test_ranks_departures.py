@@ -23,7 +23,7 @@ from offloadzero.zero import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn
 from tests.support.schedules import BlockForm, RandomModel, token_ids
 from tests.support.sharded import (
     WIDTH,
@@ -35,20 +35,11 @@ from tests.support.sharded import (
     train,
 )
 
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All functions of this file, one after the other in the same processes."""
-    directory = tmp_path_factory.mktemp("departures")
-    by_rank = run_ranks(depart, 2, directory, str(directory))
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def depart(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    works = (
         read_different_things,
         configure,
         set_own_rates,
@@ -59,7 +50,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         wait_for_each_other,
         take_one_micro_batch_more,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("departures"))
 
 
 # --- reads ---

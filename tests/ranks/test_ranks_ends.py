@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,28 +32,17 @@ from offloadzero.ranks.failure_board import Board
 from offloadzero.ranks.process_groups import LOOK_AGAIN_S, Channel, Ranks
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.streaming.access.homes import HomeAccess
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
 
 TIMEOUT_S = 100.0
 MAX_MORE = 4  # threads and descriptors that come and go; an engine's process groups are 21 and 35
 
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All functions of this file, one after the other in the same processes, long before the timeout."""
-    directory = tmp_path_factory.mktemp("ends")
-    begun_s = time.monotonic()
-    by_rank = run_ranks(end, 2, directory, str(directory), timeout_s=TIMEOUT_S)
-    assert time.monotonic() - begun_s < TIMEOUT_S
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def end(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    """All functions of this file, one after the other in the same processes."""
+    works = (
         be_collected,
         start_in_vain,
         use_a_closed_channel,
@@ -66,7 +54,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         start_with_few_descriptors,
         close_behind_another_default_group,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("ends"), timeout_s=TIMEOUT_S)
 
 
 def resources() -> list[int]:
