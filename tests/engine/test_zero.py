@@ -69,7 +69,7 @@ def test_a_model_larger_than_memory_can_be_built(tmp_path: Path) -> None:
         open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
         base = peak_mib()
         with zero.Init(config_dict_or_path=config):
-            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(100)))
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(60)))
         model_mib = 4 * sum(param.numel() for param in model.parameters()) / 2**20
         print(model_mib, peak_mib() - base)
         engine, *_ = offloadzero.initialize(model=model, config=config)
@@ -81,10 +81,10 @@ def test_a_model_larger_than_memory_can_be_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     model_mib, built_mib = map(float, lines[0].split())
-    assert model_mib == 400
+    assert model_mib == 240
     assert built_mib < 170, done.stdout  # what is freed goes back to the machine every 128 MiB
     _, offloaded_mib = map(float, lines[-1].split())
-    assert offloaded_mib < 270, done.stdout  # its states take 1200
+    assert offloaded_mib < 270, done.stdout  # its states take 720
 
 
 def test_apply_inside_init(tmp_path: Path) -> None:
