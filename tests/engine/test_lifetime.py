@@ -165,6 +165,8 @@ def test_a_model_whose_engine_was_closed_is_refused(tmp_path: Path) -> None:
     assert engine.state is EngineState.OPEN
     engine.close()
     assert engine.state is EngineState.CLOSED
+    with pytest.raises(StateError, match="closed"):
+        engine.restore_model()
     with pytest.raises(StateError, match=r"engine was closed, and its weights went with it.*restore_model"):
         make_engine(settings(tmp_path), model)
 
@@ -197,13 +199,6 @@ def test_a_restored_model_is_an_ordinary_one(tmp_path: Path, placement: str, dty
     again = make_engine(config, model)
     train(again, num_steps=1)
     again.close()
-
-
-def test_a_closed_engine_has_nothing_to_restore(tmp_path: Path) -> None:
-    engine = make_engine(settings(tmp_path))
-    engine.close()
-    with pytest.raises(StateError, match="closed"):
-        engine.restore_model()
 
 
 def test_a_model_is_not_restored_inside_of_its_forward(tmp_path: Path) -> None:

@@ -17,21 +17,18 @@ from tests.engine.poisonable import (
     same_states,
     states_after,
 )
+from tests.support.cases import each_pair
 from tests.support.tiny import all_states, make_engine, settings, tokens, train
 
 
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-@pytest.mark.parametrize(
-    ("where", "value"), [(WHERE[0], math.nan), (WHERE[1], math.inf), (WHERE[2], math.nan)]
-)
+@pytest.mark.parametrize(("where", "placement", "clipping"), each_pair(WHERE, PLACEMENTS, (0.0, 1.0)))
 def test_bf16_stops_at_a_gradient_that_is_not_finite(
-    tmp_path: Path, placement: str, where: str, value: float, clipping: float
+    tmp_path: Path, placement: str, where: str, clipping: float
 ) -> None:
     engine, model = poisonable_engine(tmp_path, where, placement, gradient_clipping=clipping)
     train(engine, num_steps=2)
     engine.synchronize()
-    model.poison = value
+    model.poison = math.inf if where == WHERE[1] else math.nan
     with pytest.raises(NonFiniteError) as caught:  # noqa: PT012 (where it shows depends on the timing)
         train(engine, num_steps=1)
         engine.synchronize()
@@ -69,9 +66,7 @@ def test_a_gradient_that_is_not_finite_and_seen_by_nobody_fails_close(tmp_path: 
         engine.close()
 
 
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("where", "placement", "clipping"), each_pair(WHERE, PLACEMENTS, (0.0, 1.0)))
 def test_skipping_skips_the_whole_step(tmp_path: Path, placement: str, where: str, clipping: float) -> None:
     update = {"on_nonfinite": "skip", "chunk_elements": 4096}
     engine, model = poisonable_engine(tmp_path, where, placement, gradient_clipping=clipping, update=update)

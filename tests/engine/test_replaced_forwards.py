@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import offloadzero
+from tests.support.cases import each_pair
 from tests.support.plain_form import final_weights, make_model, make_optimizer, plain_config, plain_steps
 from tests.support.tiny import Block, TinyModel, tokens
 
@@ -73,9 +74,9 @@ def run(case: str, config: dict[str, Any] | None) -> tuple[list[float], dict[str
     return losses, final_weights(model)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "placement", "checkpointed"), each_pair(CASES, ["host", "nvme"], [False, True])
+)
 def test_what_a_script_makes_of_a_forward_stays(
     case: str, placement: str, checkpointed: bool, tmp_path: Path
 ) -> None:
