@@ -277,30 +277,6 @@ def test_a_model_keeps_its_engine(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_engines_one_after_the_other_take_no_more_memory_than_one(tmp_path: Path) -> None:
-    script = """
-        import gc, os, sys
-        from offloadzero.engine.lifetime import wait_for_collected
-        from tests.support.tiny import TinyModel, make_engine, settings, train
-
-        def resident_mib():
-            return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-        sizes = []
-        for turn in range(int(sys.argv[2])):
-            train(make_engine(settings(sys.argv[1], placement="host"), TinyModel(width=256)), num_steps=1)
-            gc.collect()
-            wait_for_collected()
-            sizes.append(resident_mib())
-        print(sizes[-1] - sizes[2])
-    """
-    done = run_script(script, tmp_path, 8)
-    assert done.returncode == 0, done.stderr
-    # An engine of this model takes 45 MiB.
-    assert float(done.stdout) < 45
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_failure_that_nobody_saw_is_said_when_its_engine_is_collected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
