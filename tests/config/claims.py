@@ -28,7 +28,7 @@ def claim(*notes: str) -> Callable[[Test], Test]:
 # Note -> the test that tries it, of another file.
 TRIED_BY: Mapping[str, str] = {
     "rank 0 writes under its own; ranks that would load different ones load none": (
-        "test_ranks_checkpoints.py::test_a_checkpoint_of_two_ranks_is_one_of_any_number"
+        "test_ranks_states.py::test_a_checkpoint_of_two_ranks_is_one_of_any_number"
     ),
     "an optimizer passed in is used or refused by its type": "test_bad_input.py::test_an_optimizer_that_is_not_built",
     'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
