@@ -72,7 +72,9 @@ def run_ranks(
 def run_in_turn(works: Sequence[Work], world_size: int, directory: Path, *, timeout_s: float = 60.0) -> Found:
     """What `work(rank, directory)` gives of each of `works`, one after the other in the same processes."""
     begun_s = time.monotonic()
-    by_rank = run_ranks(_in_turn, world_size, directory / "ranks", works, str(directory), timeout_s=timeout_s)
+    by_rank = run_ranks(
+        _in_turn, world_size, directory / f"{world_size} ranks", works, str(directory), timeout_s=timeout_s
+    )
     assert time.monotonic() - begun_s < timeout_s
     return {work.__name__: [of_rank[work.__name__] for of_rank in by_rank] for work in works}
 
