@@ -33,7 +33,7 @@ from tests.streaming.loops import MODELS, take_inputs
 from tests.support.cases import each_pair
 from tests.support.homes import file_home
 from tests.support.models import Stack, features
-from tests.support.training import assert_same, make_config, merge, run_engine
+from tests.support.training import assert_same, make_config, merge, one_step, run_engine
 
 BASE = 1 << 20  # an address
 ALL = os.environ.get("OFFLOADZERO_TEST_MUTATIONS") == "all"  # runs and mutants
@@ -427,13 +427,7 @@ def test_on_cuda(fences: bool, placement: str, tmp_path: Path, monkeypatch: pyte
 
 
 def train_on_device(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(3):
-        loss = engine(features(seed).cuda())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [one_step(engine, features(seed).cuda()) for seed in range(3)]
 
 
 # --- mutants

@@ -31,7 +31,7 @@ from tests.support import faults
 from tests.support.ranks import run_ranks
 from tests.support.schedules import Slowness
 from tests.support.sharded import WIDTH, config_of, digest, engine_of, global_losses, micro_batch
-from tests.support.training import merge
+from tests.support.training import merge, one_step
 
 WORLD_SIZE = 3
 NUM_STEPS = 3
@@ -97,10 +97,7 @@ def play(schedule: Schedule, rank: int) -> tuple[dict[str, Any], Orders]:
 def _train(engine: offloadzero.Engine, schedule: Schedule, rank: int) -> dict[str, Any]:
     losses = []
     for number in range(NUM_STEPS * engine.gradient_accumulation_steps()):
-        loss = engine(micro_batch(number, rank, WORLD_SIZE))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(one_step(engine, micro_batch(number, rank, WORLD_SIZE)))
         if schedule.evaluates:
             with torch.no_grad():
                 losses.append(engine(micro_batch(1000 + number, rank, WORLD_SIZE)).item())

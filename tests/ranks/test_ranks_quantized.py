@@ -21,7 +21,7 @@ from tests.support import sharded
 from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import digest
 from tests.support.text import text_batch, text_model
-from tests.support.training import make_config, merge
+from tests.support.training import make_config, merge, one_step
 
 IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
 NUM_STEPS = 300 if IS_LONG else 12
@@ -55,10 +55,7 @@ def train_text(rank: int, world_size: int, cases: dict[str, Any], directory: str
         engine, *_ = offloadzero.initialize(model=model, config=config_of(placement, Path(directory), zero))
         losses = []
         for step in range(num_steps):
-            loss = engine(*text_batch(step * world_size + rank, MICRO_BATCH))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(one_step(engine, *text_batch(step * world_size + rank, MICRO_BATCH)))
         engine.synchronize()  # what is reduced has been sent
         num_bytes: dict[str, int] = {}
         for key, count in engine.collectives().items():
@@ -246,10 +243,7 @@ def overflow(rank: int, directory: str) -> list[Any]:
     engine, *_ = offloadzero.initialize(model=text_model(), config=config)
     losses = []
     for step in range(12):
-        loss = engine(*text_batch(2 * step + rank, MICRO_BATCH))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(one_step(engine, *text_batch(2 * step + rank, MICRO_BATCH)))
     assert losses[-1] < losses[0]
     found = [engine.skipped_steps, engine.loss_scale(), digest(dict(engine.module.state_dict()))]
     engine.close()
@@ -417,10 +411,7 @@ def test_one_process_sends_nothing(tmp_path: Path) -> None:
     for zero in ({}, CODED):
         engine, *_ = offloadzero.initialize(model=text_model(), config=config_of("host", tmp_path, zero))
         assert engine.zero_quantized_weights() is bool(zero)
-        loss = engine(*text_batch(0, MICRO_BATCH))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(one_step(engine, *text_batch(0, MICRO_BATCH)))
         assert not [line for line in engine._runtime.plan.lines if line.what == "weight codes"]
         engine.close()
     assert losses[0] == losses[1]
