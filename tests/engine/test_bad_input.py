@@ -64,7 +64,7 @@ PLACED = "offloadzero.placement.param"
          "2 * 4 * 1 = 8"),
         *(({"zero_optimization": {"stage": one}}, STAGE, one, "allowed 0, 1, 2, 3") for one in (4, -1, "three", 2.5)),
         (settings(None), "offloadzero.nvme_path", None, "directory"),
-        (settings(placement="host", **adamw(amsgrad=True)), "optimizer.params.amsgrad", True, "False"),
+        (settings(placement="host", **adamw(amsgrad=True)), "optimizer.params.amsgrad", True, "is not built"),
         (settings(placement="host", units={"patterns": ["block.*"]}), PATTERNS, "block.*", "matches no module"),
     ],
 )  # fmt: skip
