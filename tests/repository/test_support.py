@@ -1,4 +1,4 @@
-"""What all tests rest on: loops over cases, pairs of a matrix, sections left open, and the end of a test that hangs."""
+"""What all tests rest on: loops over cases, pairs of a matrix, and the end of a test that hangs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from offloadzero.core.interrupts import uninterrupted
 from tests.support.cases import each_pair, loop_over
-from tests.support.sections import end_those_left
 from tests.support.tiny import REPOSITORY
 
 
@@ -45,31 +41,6 @@ def test_each_two_values_meet_in_few_cells(sizes: tuple[int, ...]) -> None:
     everything = list(itertools.product(*axes))
     assert each_pair(*axes, in_full=True) == everything
     assert [cell for cell in everything if cell in cells] == cells
-
-
-# --- sections that a test leaves open ---
-
-
-def test_a_section_that_another_thread_is_in_is_waited_for() -> None:
-    inside = threading.Event()
-
-    def remove_files() -> None:
-        with uninterrupted:
-            inside.set()
-            time.sleep(0.05)
-
-    thread = threading.Thread(target=remove_files)
-    thread.start()
-    inside.wait()
-    assert uninterrupted.depth == 1
-    assert end_those_left() == 0
-    thread.join()
-
-
-def test_a_section_that_was_left_open_fails_one_test_alone() -> None:
-    uninterrupted.__enter__()
-    assert end_those_left(patience_s=0.01) == 1
-    assert end_those_left(patience_s=0.01) == 0
 
 
 # --- a test that hangs: where it does so is printed, and the run ends with it ---
