@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from offloadzero.access.dtensors import LocalParameters
 from offloadzero.api.arguments import Collate, config_source, make_loader
 from offloadzero.api.engine import Engine
 from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
@@ -22,7 +23,6 @@ from offloadzero.engine.process_group import config_of_rank, join_group, telling
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
 from offloadzero.lr_schedules import build_lr_scheduler
-from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.update.specs.adam import ADAM
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from offloadzero.access.weights import WeightAccess
 from offloadzero.checkpoint.buffers import expect_dense, persistent_buffers
 from offloadzero.checkpoint.extra_state import read_extra_states
 from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
@@ -61,7 +62,6 @@ from offloadzero.checkpoint.partial import (
 from offloadzero.checkpoint.stored_states import form_of, state_names
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

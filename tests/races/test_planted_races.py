@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from offloadzero.access.homes import HomeAccess
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import LaneTicket
@@ -24,7 +25,6 @@ from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.pipeline import UpdatePipeline
