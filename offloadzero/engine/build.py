@@ -265,10 +265,10 @@ def open_store(
 def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredStore) -> None:
     """Make the homes of all records, which hold zeros."""
     for record in records:
-        for kind, (dtype, num_elements) in record.layout().items():
+        for kind, (dtype, num_elements) in record.layout.items():
             tier = plan.placement[record.index, kind]
             record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
-        if record.state.keeps_whole_params:
+        if record.keeps_whole_params:
             whole = record.segments[SegmentKind.PARAM]
             start, stop = record.shard.kept_range(record.num_trainable)
             record.whole_param = whole
@@ -279,7 +279,7 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
             tier = plan.placement[record.index, SegmentKind.GRAD]
             if plan.grads_have_homes or tier.is_device:
                 record.segments[SegmentKind.GRAD] = store.create(
-                    record.name, SegmentKind.GRAD, record.grad_dtype, record.state.kept_trainable, tier
+                    record.name, SegmentKind.GRAD, record.grad_dtype, record.kept_trainable, tier
                 )
 
 

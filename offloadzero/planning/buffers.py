@@ -58,9 +58,7 @@ def unit_lease_bytes(
 def update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     """The scratch of the updates on the device, which run one after another."""
     on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return largest_of(
-        r.spec.scratch_bytes(form, r.state.kept_trainable, compact=r.compact) for r in on_device
-    )
+    return largest_of(r.spec.scratch_bytes(form, r.kept_trainable, compact=r.compact) for r in on_device)
 
 
 def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
@@ -72,7 +70,7 @@ def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: U
 
 
 def _updates_on_device(record: Record, placement: Placement) -> bool:
-    kinds = (*record.layout(), SegmentKind.GRAD)
+    kinds = (*record.layout, SegmentKind.GRAD)
     return all(placement[record.index, kind].is_device for kind in kinds)
 
 
@@ -82,7 +80,7 @@ def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placemen
     for record in records:
         if not record.num_trainable or _updates_on_device(record, placement):
             continue
-        layout = record.layout()
+        layout = record.layout
         tiers = {kind: placement[record.index, kind] for kind in layout}
         grad_tier = placement[record.index, SegmentKind.GRAD]
         staged = {kind: dtype for kind, (dtype, _) in layout.items() if not tiers[kind].is_host_memory}
@@ -90,7 +88,7 @@ def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placemen
             staged[SegmentKind.GRAD] = record.grad_dtype
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
-            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.state.kept_trainable))
+            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.kept_trainable))
             needed += staggered((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest

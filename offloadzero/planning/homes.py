@@ -24,7 +24,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
         raise AssertionError('"auto" has no rules: choose_placement finds the homes')
     placement: dict[tuple[int, SegmentKind], TierName] = {}
     for record in records:
-        homes = dict.fromkeys(record.layout(), TierName.DEVICE)
+        homes = dict.fromkeys(record.layout, TierName.DEVICE)
         grad: TierName | None = None
         scales: TierName | None = None
         for rule in config.placement.rules:
@@ -96,5 +96,5 @@ def _move_share_to_device(
     for record in reversed(records):
         if record.num_trainable and record.num_trainable <= allowed:
             allowed -= record.num_trainable
-            for kind in (*record.layout(), SegmentKind.GRAD):
+            for kind in (*record.layout, SegmentKind.GRAD):
                 placement[record.index, kind] = TierName.DEVICE

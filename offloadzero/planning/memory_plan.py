@@ -459,7 +459,7 @@ def _add_homes(
         totals[tier, kind] = totals.get((tier, kind), 0) + size
 
     for record in records:
-        layout = record.layout()
+        layout = record.layout
         for kind, (dtype, num_elements) in layout.items():
             add(placement[record.index, kind], kind, num_elements * dtype.itemsize)
         if record.num_trainable:

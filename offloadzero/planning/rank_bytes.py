@@ -104,7 +104,7 @@ def rank_bytes(records: Sequence[Record], plan: MemoryPlan, *, gathers_params: b
         if gathers_params and not record.is_gathered:
             whole += all_params - all_params / num_ranks
         states += num_trainable * _state_bytes(record) / num_ranks
-        homes = dict(record.layout())
+        homes = dict(record.layout)
         if num_trainable and _keeps_gradient(record, plan):
             grads += num_trainable * record.grad_dtype.itemsize / num_ranks
             homes[SegmentKind.GRAD] = (record.grad_dtype, record.kept_trainable)
@@ -118,7 +118,7 @@ def rank_bytes(records: Sequence[Record], plan: MemoryPlan, *, gathers_params: b
 def _state_bytes(record: Record) -> float:
     """K, the bytes of states of one element of a record."""
     of_params = (SegmentKind.PARAM, SegmentKind.SCALES)
-    whole = sum(dtype.itemsize for kind, (dtype, _) in record.layout().items() if kind not in of_params)
+    whole = sum(dtype.itemsize for kind, (dtype, _) in record.layout.items() if kind not in of_params)
     scales = num_scales(COMPACT_BLOCK) * torch.float32.itemsize / COMPACT_BLOCK if record.compact else 0.0
     return whole + scales
 

@@ -28,8 +28,7 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.update.delivery import Delivery, UpdateTicket
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record, UpdateRange
+from offloadzero.update.records import Record, UpdateRange, segment_slice
 from offloadzero.update.spec import Hyper, UpdateForm
 from offloadzero.update.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 

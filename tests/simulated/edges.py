@@ -30,7 +30,7 @@ from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, kernels, lion_adagrad, sgd
 from offloadzero.streaming import executor, unit_changes
-from offloadzero.update import delivery, edits
+from offloadzero.update import delivery, records
 from tests.simulated.memory import is_own_work
 from tests.simulated.operations import (
     has_own_dispatch,
@@ -160,7 +160,7 @@ def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
         activations.ActivationStore,
         delivery.UpdateTicket,
         checksums.CheckedRead,
-        edits.Edits,
+        records.Edits,
     ):
         _after_init(patch, kind, replace)
 

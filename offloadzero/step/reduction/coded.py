@@ -198,6 +198,6 @@ def _idle_ranges(record: Record, places: Sequence[int]) -> Iterator[tuple[int, i
         slot = record.trainable_slots[place]
         if slot.offset > position:
             yield position, slot.offset
-        position = slot.offset + record.flat.padded(slot.num_elements)
+        position = slot.offset + record.padded(slot.num_elements)
     if position < record.num_trainable:
         yield position, record.num_trainable

@@ -24,8 +24,7 @@ from offloadzero.streaming.access.agreed_reads import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_parts, kept_place
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record
+from offloadzero.update.records import Record, segment_slice
 
 
 class HomeAccess:

@@ -11,8 +11,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record
+from offloadzero.update.records import Record, segment_slice
 from offloadzero.update.spec import StateCodes
 
 

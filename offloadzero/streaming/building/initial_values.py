@@ -23,7 +23,7 @@ def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: b
     those that these have in parts are gathered, and, unless not `agrees`, all become those of the first rank.
     """
     channel = None if group.is_alone else group.control
-    layout = record.layout()
+    layout = record.layout
     param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
     master = None
     if SegmentKind.MASTER in layout:

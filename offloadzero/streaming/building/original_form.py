@@ -23,8 +23,7 @@ from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.initial_values import write_weights
 from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record
+from offloadzero.update.records import Record, segment_slice
 
 
 class OriginalForm:
