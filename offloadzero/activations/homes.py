@@ -19,11 +19,10 @@ from offloadzero.activations.memory import GrowingDeviceMemory, HostMemory, Rese
 from offloadzero.config import AioConfig
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
-from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
+from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, Slots, align_up
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
-from offloadzero.memory.slots import Slots
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.memory.tiers import Extent, Home

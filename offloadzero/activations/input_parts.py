@@ -4,7 +4,7 @@
 The input of a block is the same on all ranks along the tensor-parallel axis, so each of N keeps 1/N of its elements at
 home, on any tier, and brings that into its place in the memory of the whole input; an all-gather fills the rest in
 (ZeRO-R's P_a, arXiv 1910.02054, section 6.1). Both are one task of the lane that brings inputs back, so the collectives
-come in the order in which the fetches were submitted: [Note: collectives in one order] in ranks/process_groups.py. An
+come in the order in which the fetches were submitted: [Note: collectives in one order] in ranks/channel.py. An
 input whose elements N does not divide is kept whole.
 
 That order must follow from the calls alone. What is fetched ahead does: the inputs of the calls before. What needs no
@@ -28,8 +28,7 @@ import torch
 from offloadzero.config import PARTITION_KEY
 from offloadzero.errors import StateError
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.ranks.comparing import OrderSum
-from offloadzero.ranks.group import Collectives
+from offloadzero.ranks.group import Collectives, OrderSum
 from offloadzero.ranks.shard import ShardSpec
 
 _ROW_WORDS = 512  # 4 KiB

@@ -26,10 +26,9 @@ import torch
 from offloadzero.core.segments import TierName
 from offloadzero.core.torch_private import storage_use_count, with_own_storage
 from offloadzero.errors import BudgetError
-from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, align_up, allocate_host
+from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, Slots, align_up, allocate_host
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.slots import Slots
 from offloadzero.planning.inputs import INPUT_BYTES_KEY
 from offloadzero.planning.memory_plan import format_bytes
 

@@ -18,7 +18,7 @@ from offloadzero.api.param_groups import group_defaults
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize, with_unused_blocks
 from offloadzero.config.schema import MeshConfig
 from offloadzero.core import launch
-from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
+from offloadzero.engine.join import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
 from offloadzero.lr_schedules import build_lr_scheduler

@@ -22,7 +22,7 @@ from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
-from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
+from offloadzero.engine.join import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.step_report import StepReport

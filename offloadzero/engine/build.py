@@ -16,9 +16,9 @@ from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine.join import expect_same_homes, expect_same_model
 from offloadzero.engine.lifetime import Resources
 from offloadzero.engine.planned_model import uses_of
-from offloadzero.engine.same_model import expect_same_homes, expect_same_model
 from offloadzero.errors import ConfigError
 from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
@@ -32,17 +32,16 @@ from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
-from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
+from offloadzero.step.job import Accounts, Hypers
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction.coded import CodedReduce
-from offloadzero.step.reduction.piecewise import PiecewiseReduce
-from offloadzero.step.reduction.reduction import Reduction
+from offloadzero.step.reduction.reduction import PiecewiseReduce, Reduction
 from offloadzero.step.script.param_grad import GradientAccess
 from offloadzero.step.script.window import GradientWindow
 from offloadzero.streaming.access.agreed_reads import Announcements
@@ -54,9 +53,8 @@ from offloadzero.streaming.building.spill import file_bytes, host_bytes
 from offloadzero.streaming.building.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.hpz_copies import NearCopies
 from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.streaming.unit_gather import UnitGather
+from offloadzero.streaming.unit_gather import NearCopies, UnitGather
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record

@@ -30,8 +30,8 @@ from offloadzero.engine.build import (
     open_store,
     plan_cut,
 )
+from offloadzero.engine.join import agree_on_buffers, join_ranks
 from offloadzero.engine.lifetime import EngineState, Resources, wait_for_collected
-from offloadzero.engine.same_model import agree_on_buffers
 from offloadzero.errors import RankError, StateError
 from offloadzero.memory.device import find_device, make_current
 from offloadzero.memory.lanes import Accelerator
@@ -45,11 +45,10 @@ from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
-from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
+from offloadzero.step.job import Hypers
 from offloadzero.streaming.access.slot_weight import answer_for
-from offloadzero.streaming.building.initial_values import write_states
-from offloadzero.streaming.building.original_form import OriginalForm
+from offloadzero.streaming.building.original_form import OriginalForm, write_states
 from offloadzero.streaming.building.units import UnitCut
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.update.flat_layout import ParamSlot
@@ -428,8 +427,6 @@ def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Reso
     """Join the other ranks, which `resources` leaves in the end; this process may be alone."""
     if not config.is_of_several:
         return Group()
-    from offloadzero.ranks.join import join_ranks  # late: it loads torch.distributed
-
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.
     atexit.register(_close_at_exit)

@@ -37,11 +37,10 @@ from offloadzero.io.backends import (
     FaultKind,
     FileCore,
     OperationCore,
+    choose_backend,
     errno_name,
 )
-from offloadzero.io.buffers import memory_of
-from offloadzero.io.choice import choose_backend
-from offloadzero.io.registration import Registration
+from offloadzero.io.registration import Registration, memory_of
 
 __all__ = [
     "AioBackend",

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
-from offloadzero.ranks.comparing import digest
-from offloadzero.ranks.process_groups import Channel, make_building_channel
+from offloadzero.ranks.channel import Channel
+from offloadzero.ranks.group import digest
+from offloadzero.ranks.process_groups import make_building_channel
 from offloadzero.ranks.shard import kept_elements
 
 _blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order

@@ -171,20 +171,6 @@ def named(what: str) -> Iterator[None]:
         raise RankError(f"{what} has failed ({first_line(error)})") from error
 
 
-@contextmanager
-def telling_others() -> Iterator[None]:
-    """Inside the block an engine starts: a failure is told to the ranks that wait in their blocks."""
-    before = Board.latest()
-    try:
-        yield
-    except BaseException as error:
-        board = Board.latest()
-        if board is None or board is before:  # the start has not come as far as making one
-            board = Board(dist.get_rank())
-        board.report(error)
-        raise
-
-
 def is_fake() -> bool:
     """Whether the default process group is torch's fake one: only this rank is there, and collectives do nothing.
 

@@ -49,12 +49,11 @@ from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
-from offloadzero.step.account import Account, Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
-from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.job import Account, Accounts, Hypers, StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.script.window import GradientWindow

@@ -14,8 +14,7 @@ from offloadzero.core.fail_points import through
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.group import Group, TakenStep
 from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
-from offloadzero.step.account import Accounts, names_text
-from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.job import Accounts, StepJobs, UpdateJob, names_text
 from offloadzero.step.step_decision import LossScale, decide_step
 
 log = logging.getLogger("offloadzero")

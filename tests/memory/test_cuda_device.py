@@ -15,8 +15,8 @@ from torch import nn
 from offloadzero.config import load_config
 from offloadzero.core.torch_private import fake_tensor_mode
 from offloadzero.engine import runtime
+from offloadzero.engine.join import config_of_rank
 from offloadzero.engine.lifetime import Resources, wait_for_collected
-from offloadzero.engine.process_group import config_of_rank
 from offloadzero.memory.device import CudaDevice, StreamDevice
 from offloadzero.parameters.gradient import GradientTensor
 from offloadzero.parameters.remote import RemoteTensor

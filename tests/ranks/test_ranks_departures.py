@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.ranks import process_groups
-from offloadzero.step.account import Account, Accounts
+from offloadzero.ranks import channel, process_groups
 from offloadzero.step.collect import GradientCollector
+from offloadzero.step.job import Account, Accounts
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -131,7 +131,7 @@ def wait_for_each_other(rank: int, directory: str) -> dict[str, str]:
         ),
     }
     said = {}
-    with patch.object(process_groups, "WAITED_S", 0.0):
+    with patch.object(channel, "WAITED_S", 0.0):
         for name, (stage, num_before, case) in cases.items():
             engine = engine_of(
                 config_of("host", stage, Path(directory), world_size=2, bf16={"enabled": not num_before})
@@ -168,7 +168,7 @@ def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(fou
 def take_one_micro_batch_more(rank: int, directory: str) -> list[str]:
     """One rank goes backward twice before a step that the other one has taken; by stage."""
     said = []
-    with patch.object(process_groups, "WAITED_S", 0.0):
+    with patch.object(channel, "WAITED_S", 0.0):
         for stage in (0, 1):
             config = config_of("host", stage, Path(directory), world_size=2)
             engine = engine_of(config | {"managed_gradient_accumulation": False})

@@ -26,11 +26,11 @@ from offloadzero.engine import runtime
 from offloadzero.engine.lifetime import wait_for_collected
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.memory.store import TieredStore
+from offloadzero.ranks import channel as channels
 from offloadzero.ranks import failure_board as boards
-from offloadzero.ranks import process_groups as channels
-from offloadzero.ranks.descriptors import make_room_for_groups
+from offloadzero.ranks.channel import LOOK_AGAIN_S, Channel
 from offloadzero.ranks.failure_board import Board
-from offloadzero.ranks.process_groups import LOOK_AGAIN_S, Channel, Ranks
+from offloadzero.ranks.process_groups import Ranks, make_room_for_groups
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.streaming.access.homes import HomeAccess
 from tests.support.ranks import run_ranks

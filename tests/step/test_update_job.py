@@ -11,8 +11,7 @@ from torch import nn
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
-from offloadzero.step.account import Account
-from offloadzero.step.job import UpdateJob
+from offloadzero.step.job import Account, UpdateJob
 from offloadzero.step.record_gradient import Borrowed, RecordGradient
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM

@@ -18,8 +18,7 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.ranks.group import Group
-from offloadzero.ranks.parts import gather_parts
+from offloadzero.ranks.group import Group, gather_parts
 from offloadzero.streaming.access.agreed_reads import Announcements
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot

@@ -15,8 +15,7 @@ from offloadzero.kernel_arguments.adagrad import AdagradHyper
 from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import lion_adagrad
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
-from offloadzero.update.fp32_spec import Fp32Spec
-from offloadzero.update.spec import Buffers, number
+from offloadzero.update.spec import Buffers, Fp32Spec, number
 
 SUM = SegmentKind("sum")
 

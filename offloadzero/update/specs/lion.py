@@ -14,8 +14,7 @@ from offloadzero.kernel_arguments.lion import LionHyper
 from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import lion_adagrad
 from offloadzero.optim.cpu_lion import CPULion
-from offloadzero.update.fp32_spec import Fp32Spec
-from offloadzero.update.spec import Buffers, betas, number
+from offloadzero.update.spec import Buffers, Fp32Spec, betas, number
 
 EXP_AVG = SegmentKind("exp_avg")
 

@@ -12,8 +12,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.native import sgd
-from offloadzero.update.fp32_spec import Fp32Spec
-from offloadzero.update.spec import Buffers, number
+from offloadzero.update.spec import Buffers, Fp32Spec, number
 
 MOMENTUM_BUFFER = SegmentKind("momentum_buffer")
 
