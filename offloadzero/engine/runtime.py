@@ -20,9 +20,8 @@ from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.segments import TierName
 from offloadzero.engine.build import (
-    Ground,
     Loop,
-    build_parts,
+    Parts,
     create_segments,
     cut_model,
     find_checkpointed,
@@ -153,12 +152,19 @@ class Runtime:
         self._original.load(self.store, self.group)
         for record in cut.records:
             write_states(record, param_groups, self.store)
-        ground = Ground(self.config, self.plan, self.store, self.clock, self.group)
-        parts = build_parts(cut.records, ground, loop, self.resources)
+        self.parts = parts = Parts(
+            cut.records,
+            self.config,
+            self.plan,
+            self.store,
+            clock=self.clock,
+            group=self.group,
+            loop=loop,
+            resources=self.resources,
+        )
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
-        self.parts = parts
         with interrupts.uninterrupted:  # hooks that are half in place could not be removed again
             self.hooks = ModelHooks(
                 self.model,

@@ -37,9 +37,9 @@ from offloadzero.io.backends import (
     FaultKind,
     FileCore,
     OperationCore,
-    choose_backend,
     errno_name,
 )
+from offloadzero.io.choice import choose_backend
 from offloadzero.io.registration import Registration, memory_of
 
 __all__ = [

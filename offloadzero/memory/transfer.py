@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -34,30 +33,21 @@ from offloadzero.memory.tiers import FETCH_PRIORITY, Home
 Copy = Callable[[torch.Tensor, torch.Tensor], None]  # copies to the first tensor from the second
 
 
-class Staging(Protocol):
-    """Pinned memory through which data pass between files and the device."""
-
-    def take(self, num_bytes: int, label: str) -> PooledBuffer:
-        """Take a buffer of at least `num_bytes` that is no longer used; blocks. May raise BudgetError."""
-
-    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """Give a buffer back, which is free once `last_use` is done."""
-
-
-class PoolStaging:
-    """The buffers of a pool, each large enough for any transfer."""
+class Staging:
+    """Pinned memory through which data pass between files and the device: the buffers of a pool."""
 
     def __init__(self, pool: BufferPool) -> None:
+        """Take the buffers of `pool`, each large enough for any transfer."""
         self._pool = pool
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:  # noqa: ARG002
-        """Take the pool's next buffer."""
+        """Take a buffer of at least `num_bytes` that is no longer used; blocks. May raise BudgetError."""
         buffer = self._pool.take()
         buffer.last_use.wait()
         return buffer
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """Give the buffer back to the pool."""
+        """Give a buffer back, which is free once `last_use` is done."""
         self._pool.give_back(buffer, last_use=last_use)
 
 

@@ -25,11 +25,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.errors import StateError
 from offloadzero.ranks.failure_board import Board
+from offloadzero.ranks.group import OrderSum
 
 WAITED_S = 2.0  # after which a rank says that it waits
 
@@ -38,16 +39,10 @@ _STEPS = "decisions"
 _BESIDE_STEPS = ("control", "gradients")  # backwards, which come before or after a step on all ranks alike
 
 
-class Submitted(Protocol):
-    """The work that a script has submitted to a lane."""
-
-    number: int
-
-
 class Standstill:
     """Finds that ranks wait for each other: [Note: a standstill]."""
 
-    def __init__(self, board: Board, submitted: Mapping[str, Submitted], *, rank: int, group: int) -> None:
+    def __init__(self, board: Board, submitted: Mapping[str, OrderSum], *, rank: int, group: int) -> None:
         """Watch the channels of this rank.
 
         Args:

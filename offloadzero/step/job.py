@@ -16,15 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from offloadzero.errors import NonFiniteError, OffloadError
-from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket, unfinished
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.step_decision import StepDecision
-from offloadzero.update.delivery import UpdateTicket
-from offloadzero.update.records import UpdateRange
+from offloadzero.update.pipeline import RecordUpdate
 from offloadzero.update.spec import Hyper
 
 Hypers = Sequence[Hyper]  # by group index
@@ -99,36 +95,18 @@ class Accounts:
         )
 
 
-class UpdateJob:
-    """Applies a record's gradient once it is home: a RecordUpdate.
+class UpdateJob(RecordUpdate):
+    """Applies a record's gradient once it is home.
 
     The coordinator makes it. The stage that has it last ends it: `begin` hands it to the update, `cancel` and `fail`
     are the end. A fetch of the unit waits for its ticket.
     """
 
     def __init__(self, gradient: RecordGradient, account: Account, *, before: Ticket) -> None:
-        """Make a job. `before`: done when what the update before this one has made is home, and on all ranks."""
+        """Make a job, as `RecordUpdate` says; its gradient is known when it begins."""
+        super().__init__(gradient.record, account.hypers, before=before)
         self.gradient = gradient
-        self.before = before
-        self.record = gradient.record
         self.account = account
-        self.ticket = UpdateTicket()
-        # Known when the job begins:
-        self.ranges: Sequence[UpdateRange] = ()
-        self.grad_scale = 1.0
-        self._grad: torch.Tensor | Segment | None = None
-
-    @property
-    def hypers(self) -> Hypers:
-        """The hyperparameters, by group index."""
-        return self.account.hypers
-
-    @property
-    def grad(self) -> torch.Tensor | Segment:
-        """The gradient in memory, or its segment on NVMe."""
-        if self._grad is None:
-            raise AssertionError(f"the update of {self.record.name} has not begun")
-        return self._grad
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""

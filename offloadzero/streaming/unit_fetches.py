@@ -11,7 +11,7 @@ from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY
-from offloadzero.memory.transfer import Fetcher, PoolStaging
+from offloadzero.memory.transfer import Fetcher, Staging
 from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.streaming.unit_gather import UnitGather
@@ -33,7 +33,7 @@ class UnitFetches:
             store,
             lane=self._lane,
             reader=Lane("stage", store.failures),
-            staging=PoolStaging(staging),
+            staging=Staging(staging),
         )
 
     def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
