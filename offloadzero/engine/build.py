@@ -47,10 +47,10 @@ from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.access.unit_reads import UnitReads
 from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.spill import file_bytes, host_bytes
-from offloadzero.streaming.building.units import UnitCut, checkpointed_modules, cut_units
+from offloadzero.streaming.building.units import UnitCut, cut_units
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.unit_gather import NearCopies, UnitGather
+from offloadzero.streaming.unit_gather import HpzCopies, UnitGather
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
@@ -58,7 +58,7 @@ from offloadzero.update.spec import DTYPES, AnySpec
 
 
 @dataclass(frozen=True)
-class Loop:
+class ScriptLoop:
     """The script's way of training: the calls that its loop makes."""
 
     current_hypers: Callable[[], Hypers]  # reads the hyperparameters by group index
@@ -116,12 +116,6 @@ def _expect_storable(records: Sequence[Record]) -> None:
                 "frozen parameters: dtypes that safetensors knows. Keep it as another (torch.view_as_real() of a "
                 "complex one, its bytes as torch.uint8)",
             )
-
-
-def find_checkpointed(model: nn.Module, cut: UnitCut, config: OffloadConfig) -> dict[str, nn.Module]:
-    """Return the modules by name whose forward is run again in backward. Raises ConfigError."""
-    checkpointing = config.activation_checkpoints
-    return checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
 
 
 def plan_cut(
@@ -225,7 +219,7 @@ class Parts:
         *,
         clock: StepClock,
         group: Group,
-        loop: Loop,
+        loop: ScriptLoop,
         resources: Resources,
     ) -> None:
         """Build all of them."""
@@ -330,7 +324,7 @@ class Parts:
                 index: arenas[tier].lease(num_bytes, "copy for near ranks").bytes
                 for index, (tier, num_bytes) in plan.near_copies.items()
             }
-            near = NearCopies(store.accelerator, copies, weights=group.near_weights)
+            near = HpzCopies(store.accelerator, copies, weights=group.near_weights)
         memory = self._device_memory("unit leases", plan.unit_lease_bytes)
         if memory is None:
             memory = torch.empty(0, device="cpu")

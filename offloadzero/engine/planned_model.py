@@ -124,10 +124,7 @@ class ModelPlanner:
         spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
         spec.expect_layout(config.state_layout)
         cut = self._cut(config, spec)
-        checkpointing = config.activation_checkpoints
-        checkpointed = (
-            checkpointed_modules(self._model, cut, config.units, checkpointing.units) if checkpointing else {}
-        )
+        checkpointed = checkpointed_modules(self._model, cut, config)
         plan = plan_records(
             cut.records,
             config,

@@ -20,11 +20,10 @@ from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.segments import TierName
 from offloadzero.engine.build import (
-    Loop,
     Parts,
+    ScriptLoop,
     create_segments,
     cut_model,
-    find_checkpointed,
     make_directories,
     open_store,
     plan_cut,
@@ -48,7 +47,7 @@ from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.step.job import Hypers
 from offloadzero.streaming.access.slot_weight import answer_for
 from offloadzero.streaming.building.original_form import OriginalForm, write_states
-from offloadzero.streaming.building.units import UnitCut
+from offloadzero.streaming.building.units import UnitCut, checkpointed_modules
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -107,7 +106,7 @@ class Runtime:
         cut = cut_model(model, config, group_of=group_of, spec=spec, group=self.group)
         self._cut, self.records = cut, cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
-        loop = Loop(
+        loop = ScriptLoop(
             current_hypers=current_hypers,
             before_backward=before_backward,
             keeps_after_step=keeps_after_step,
@@ -117,7 +116,7 @@ class Runtime:
         self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
         self._is_restored = False
         self.hooks: ModelHooks | None = None
-        checkpointed = find_checkpointed(model, cut, config)
+        checkpointed = checkpointed_modules(model, cut, config)
         self._checkpointed = tuple(checkpointed)
         self.plan = plan_cut(
             cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), group=self.group
@@ -144,7 +143,7 @@ class Runtime:
         cut: UnitCut,
         checkpointed: Mapping[str, nn.Module],
         param_groups: Sequence[Mapping[str, object]],
-        loop: Loop,
+        loop: ScriptLoop,
     ) -> None:
         """Move the states to their homes, build the parts and put the hooks on the model."""
         create_segments(cut.records, self.plan, self.store)

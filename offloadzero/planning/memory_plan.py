@@ -439,7 +439,7 @@ def _add_inputs_and_checksums(sheet: _Sheet, config: OffloadConfig, inputs: Inpu
 def _near_copies(
     records: Sequence[Record], config: OffloadConfig, placement: Placement
 ) -> dict[int, tuple[TierName, int]]:
-    """Return by record where the part of its copy is that this rank keeps, and its bytes: [Note: near copies]."""
+    """Return by record where the part of its copy is that this rank keeps, and its bytes: [Note: hpZ copies]."""
     found = {}
     for record in records:
         num_bytes = near_copy_bytes(record, config.zero_plus_plus)

@@ -50,10 +50,10 @@ from offloadzero.observe.collectives import (
     volume_bytes,
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
+from offloadzero.ranks.deadlock import WAITED_S, Watch
 from offloadzero.ranks.failure_board import LOOK_UP_S, Board, first_line, is_fake
 from offloadzero.ranks.group import Collectives
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.ranks.stall_watch import WAITED_S, Watch
 
 log = logging.getLogger("offloadzero")
 
@@ -232,7 +232,7 @@ class Channel(Collectives):
             self._is_in_collective = False
         except RankError:
             raise
-        except StateError as error:  # a standstill
+        except StateError as error:  # a deadlock
             self._board.report(error)
             raise
         except BaseException as error:

@@ -39,11 +39,11 @@ from offloadzero.errors import ConfigError, StateError, abbreviated
 from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.observe.collectives import CollectiveCount, CollectiveCounter
 from offloadzero.ranks.channel import Channel, Recorder, abort_groups
+from offloadzero.ranks.deadlock import DeadlockDetector, Watch
 from offloadzero.ranks.failure_board import Board, is_fake, named
 from offloadzero.ranks.group import Collectives, Group, TakenStep, digest, machine
 from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
-from offloadzero.ranks.stall_watch import Standstill, Watch
 
 _NO_GRADIENTS = -1.0  # told in the place of a sum of squares
 
@@ -60,14 +60,14 @@ class Ranks(Group):
     board: Board
 
     def __post_init__(self) -> None:
-        """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
+        """Watch the channels in which scripts wait, and those of what they submit: [Note: deadlocks]."""
         rank, group = self.control.rank, self.control.members[0]
         submitted = {"orders": self.order, "gradients": self.reductions, "decisions": self.steps}
-        standstill = Standstill(self.board, submitted, rank=rank, group=group)
+        detector = DeadlockDetector(self.board, submitted, rank=rank, group=group)
         for name in ("states", "control", "orders"):
-            getattr(self, name).watch = Watch(standstill, name)
+            getattr(self, name).watch = Watch(detector, name)
         for name in ("gradients", "decisions"):  # what is submitted there may take several collectives
-            getattr(self, name).watch = Watch(standstill, name, counts_collectives=False)
+            getattr(self, name).watch = Watch(detector, name, counts_collectives=False)
 
     @property
     def is_alone(self) -> bool:

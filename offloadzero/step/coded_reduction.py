@@ -24,7 +24,7 @@ from offloadzero.arithmetic.block_codes import INT4_BLOCK, INT4_SCALE_DTYPE, add
 from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.ranks.group import Collectives, Group
 from offloadzero.update.records import Record
-from offloadzero.update.wire_codes import GradientWire, gradient_wire
+from offloadzero.update.wire_codes import WireRegion, gradient_wire
 
 
 class CodedReduce:
@@ -35,15 +35,15 @@ class CodedReduce:
         self._group = group
         self._memory = memory
         self._config = config
-        self._wires: dict[int, GradientWire | None] = {}
+        self._wires: dict[int, WireRegion | None] = {}
 
-    def wire_of(self, record: Record) -> GradientWire | None:
+    def wire_of(self, record: Record) -> WireRegion | None:
         """Return how the record's gradient goes as codes; None: as it is."""
         if record.index not in self._wires:
             self._wires[record.index] = gradient_wire(record, self._config)
         return self._wires[record.index]
 
-    def reduce(self, record: Record, wire: GradientWire, flat: Tensor, places: Sequence[int]) -> Tensor:
+    def reduce(self, record: Record, wire: WireRegion, flat: Tensor, places: Sequence[int]) -> Tensor:
         """Return the mean over the ranks of this rank's part of `flat`, shape (num_trainable,), which is overwritten.
 
         `places`: the slots that have a gradient there.
@@ -60,19 +60,19 @@ class CodedReduce:
 class _Hops:
     """One gradient on its way: [Note: two hops]."""
 
-    def __init__(self, group: Group, wire: GradientWire, memory: Tensor, flat: Tensor, *, label: str) -> None:
+    def __init__(self, group: Group, wire: WireRegion, memory: Tensor, flat: Tensor, *, label: str) -> None:
         spec, near, far = group.spec, group.near_gradients, group.far_gradients
         self._group, self._near, self._far = group, near, far
         self._node_ranks = 1 if near is None else near.spec.world_size
         self._num_nodes = 1 if far is None else far.spec.world_size
         self._label = label
-        self._region = wire.region
-        self._kept = wire.region.kept_elements
+        self._region = wire
+        self._kept = wire.kept_elements
         self._flat = flat
         num_sent = spec.world_size * wire.packet_bytes
         self._sent, received = memory[:num_sent], flat.view(torch.uint8)[:num_sent]
         self._received = received
-        shape = spec.world_size, wire.region.exact_elements
+        shape = spec.world_size, wire.exact_elements
         exact, rest = memory[num_sent:].split(
             [wire.exact_bytes, memory.numel() - num_sent - wire.exact_bytes]
         )

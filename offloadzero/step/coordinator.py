@@ -386,13 +386,15 @@ class StepCoordinator:
                 # It has no gradient of this micro batch, whose operations may have read the weights all the same.
                 self._gradients_complete(gradient)
                 self._landing.close(gradient, job=self._begin_job(gradient))
-        self._executor.end_backward()
+        if not self._is_alone and self._executor.residency.current >= 0:  # all ranks have come to the end
+            self._executor.end_use(self._executor.residency.current)
 
     def _gradients_complete(self, gradient: RecordGradient) -> None:
         record = gradient.record
         if self._clock.timeline.is_on:
             self._clock.timeline.lap(f"backward {record.name}", is_part=True)
-        self._executor.gradients_complete(record.index)
+        if self._is_alone:  # else until the next use, or the end of the backward: [Note: what a rank fetches]
+            self._executor.end_use(record.index)
 
     def _begin_job(self, gradient: RecordGradient) -> UpdateJob | None:
         """Begin the job that follows the landing, if the update runs in backward."""
@@ -465,7 +467,8 @@ class StepCoordinator:
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
         reads = self._changes.launched_reads()  # of an evaluation since backward, say
         for job in jobs:
-            self._changes.begin_update(job.record.index, self._published(job))
+            ticket = job.ticket if self._publishing is None else self._published(job, self._publishing)
+            self._changes.begin_update(job.record.index, ticket)
         order = self._executor.step_order([job.record.index for job in jobs])
         # Where another part of the model has gradients, the ranks of this one decide with it; and with other ranks of
         # this part where these may have gradients, as the script here has dropped all.
@@ -487,13 +490,13 @@ class StepCoordinator:
             self._executor.step_decided_by(step.decided)
         return step
 
-    def _published(self, job: UpdateJob) -> Ticket:
+    def _published(self, job: UpdateJob, lane: Lane) -> Ticket:
         """Return a ticket that is done when the device has the weights that all ranks have updated."""
         whole, group = job.record.whole_param, self._group
-        if whole is None or self._publishing is None:
+        if whole is None:
             return job.ticket
         params, label = whole.memory[: job.record.num_trainable], f"{job.record.name}.param"
-        return self._publishing.submit(
+        return lane.submit(
             lambda: group.updates.all_gather(params, label), after=[job.ticket], label=job.record.name
         )
 

@@ -138,7 +138,7 @@ class GradientOrder:
         order = torch.tensor([*reversed(used), *unused], dtype=torch.int64, device="cpu")
         if self._control.spec.rank:
             order.fill_(-1)
-        # The first rank's order, by a collective that ends with all ranks: [Note: a standstill].
+        # The first rank's order, by a collective that ends with all ranks: [Note: deadlocks].
         self._control.all_reduce(order, "the order of the first gradients", largest=True)
         self._order.learn(order.tolist())
 

@@ -145,12 +145,13 @@ class Landing:
         record, lease, leases = brought.gradient.record, brought.lease, brought.leases
         if lease is None:
             raise AssertionError(f"{record.name} has no gradient lease")
-        self._reduction.submit(record)
+        if record.is_reduced:
+            self._reduction.submit(record)
         accelerator = self._store.accelerator
 
         def copy() -> None:
             try:
-                part = self._reduction.reduce(brought)
+                part = self._reduction.reduce(brought) if record.is_reduced else brought.flat
                 # The last update may still read the gradient's home. In the reduction other ranks wait for this one.
                 before.wait()
                 if landed_at:

@@ -276,20 +276,8 @@ class Executor:
         """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
         self._spoiled.add(index)
 
-    def gradients_complete(self, index: int) -> None:
-        """End the unit's use: no operation of this backward reads its weights any more.
-
-        Over several ranks it goes on until the next one, or the end of the backward: [Note: what a rank fetches].
-        """
-        if self._is_alone:
-            self._end_use(index)
-
-    def end_backward(self) -> None:
-        """End the uses of this backward, whose end all ranks have reached."""
-        if not self._is_alone and self.residency.current >= 0:
-            self._end_use(self.residency.current)
-
-    def _end_use(self, index: int) -> None:
+    def end_use(self, index: int) -> None:
+        """End the unit's use, if it is in use: no operation of this backward reads its weights any more."""
         with self._lock:
             self.residency.end_use(index)
             self.leases.prefetch()

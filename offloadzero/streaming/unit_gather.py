@@ -11,7 +11,7 @@ waited for it. And with a single rank a unit that has all of its gradients is fr
 data go different ways (experts that got no token) see this at different moments. Here the end of a use is the next use,
 or the end of the backward.
 
-[Note: near copies]
+[Note: hpZ copies]
 The first gather of a unit after its weights have changed goes over all ranks. Each of the `node_ranks` consecutive ones
 that count as a machine then keeps its part of the result, and the gathers up to the next change, those of backward and
 of later micro batches, take these parts and go over these ranks alone. They have the bits of the first gather, also
@@ -41,7 +41,7 @@ from offloadzero.update.local_elements import gathered_regions, kept_regions
 from offloadzero.update.records import Record
 
 
-class NearCopies:
+class HpzCopies:
     """This rank's parts of the copies; what it keeps of them is asked on one thread and moved by one lane."""
 
     def __init__(
@@ -100,14 +100,14 @@ class Gather(NamedTuple):
     """One of the two ways in which a unit becomes whole in its lease; each is a call on the lane's thread."""
 
     with_shard: Callable[[torch.Tensor, torch.Tensor], None] | None  # given the lease, and this rank's shard
-    from_copies: Callable[[torch.Tensor], None] | None  # given the lease: [Note: near copies]
+    from_copies: Callable[[torch.Tensor], None] | None  # given the lease: [Note: hpZ copies]
 
 
 class UnitGather:
     """Gathers units of which each rank keeps a shard: [Note: what a rank fetches]. With one rank there are none."""
 
     def __init__(
-        self, group: Group, accelerator: Accelerator, *, coded: CodedGather, near: NearCopies | None
+        self, group: Group, accelerator: Accelerator, *, coded: CodedGather, near: HpzCopies | None
     ) -> None:
         self._group = group
         self._accelerator = accelerator
@@ -136,7 +136,7 @@ class UnitGather:
     # --- on the lane's thread; `order` sums up the fetches until then, `writes` the writes ---
 
     def _gather_near(
-        self, near: NearCopies, record: Record, order: int, writes: int, target: torch.Tensor
+        self, near: HpzCopies, record: Record, order: int, writes: int, target: torch.Tensor
     ) -> None:
         label = f"{record.name}.param"
         self._group.orders.expect_same(order, writes, label)

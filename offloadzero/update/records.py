@@ -166,7 +166,7 @@ class Record:
 
     # --- kept sizes ---
 
-    @property
+    @cached_property
     def is_gathered(self) -> bool:
         """Whether the parameters on the device come from the shards of all ranks."""
         return self.shard.world_size > 1 and not self.keeps_whole_params

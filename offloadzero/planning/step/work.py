@@ -484,8 +484,8 @@ def _of_gradient(
     """Yield the collectives of the gradient of one backward. `machine_ranks`: [Note: two hops]'s G."""
     wire, num_ranks = gradient_wire(record, config.zero_plus_plus), record.shard.world_size
     if wire is not None:
-        if wire.region.exact:
-            num_exact = wire.region.exact_elements * num_ranks
+        if wire.exact:
+            num_exact = wire.exact_elements * num_ranks
             yield GRADIENTS, REDUCE_SCATTER, num_exact * record.dtype.itemsize
         num_machines = num_ranks // machine_ranks
         if machine_ranks > 1:

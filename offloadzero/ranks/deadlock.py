@@ -1,6 +1,6 @@
 """Ranks that wait for each other in different channels.
 
-[Note: a standstill]
+[Note: deadlocks]
 The script of a rank issues collectives in several channels, one after the other: it reads, saves and says that it
 loads over `states`, and ends a backward over `control`. It submits fetches, gradients and steps, which other threads
 compare, reduce and decide over `orders`, `gradients` and `decisions`. Where one rank alone reads a weight and the
@@ -39,8 +39,8 @@ _STEPS = "decisions"
 _BESIDE_STEPS = ("control", "gradients")  # backwards, which come before or after a step on all ranks alike
 
 
-class Standstill:
-    """Finds that ranks wait for each other: [Note: a standstill]."""
+class DeadlockDetector:
+    """Finds that ranks wait for each other: [Note: deadlocks]."""
 
     def __init__(self, board: Board, submitted: Mapping[str, OrderSum], *, rank: int, group: int) -> None:
         """Watch the channels of this rank.
@@ -97,14 +97,14 @@ class Standstill:
 class Watch:
     """The collectives of one channel."""
 
-    standstill: Standstill
+    detector: DeadlockDetector
     channel: str
     counts_collectives: bool = True  # else the thread that does it counts what was submitted
 
     def begin(self) -> None:
         """Count one, which begins now."""
-        self.standstill.begin(self.channel)
+        self.detector.begin(self.channel)
 
     def look(self, what: str) -> None:
         """Say that this rank waits in it. Raises StateError where it will not end."""
-        self.standstill.look(self.channel, what)
+        self.detector.look(self.channel, what)
