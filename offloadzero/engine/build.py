@@ -35,7 +35,7 @@ from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
-from offloadzero.step.job import Accounts, Hypers
+from offloadzero.step.job import Hypers
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction import Reduction
@@ -245,9 +245,8 @@ class Parts:
             keeps_gradients=plan.grads_have_homes,
             loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
         )
-        accounts = Accounts(failures, [record.name for record in records if record.num_trainable])
         decider = Decider(
-            accounts,
+            [record.name for record in records if record.num_trainable],
             group=group,
             failures=failures,
             max_norm=config.gradient_clipping or 0.0,
@@ -305,7 +304,6 @@ class Parts:
             collector=collector,
             landing=self.landing,
             decider=decider,
-            accounts=accounts,
             pipeline=self.pipeline,
             failures=failures,
             clock=clock,

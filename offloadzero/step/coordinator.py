@@ -53,7 +53,7 @@ from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
-from offloadzero.step.job import Account, Accounts, Hypers, StepJobs, UpdateJob
+from offloadzero.step.job import Account, Hypers, StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.script.window import GradientWindow
@@ -129,7 +129,6 @@ class StepCoordinator:
         collector: GradientCollector,
         landing: Landing,
         decider: Decider,
-        accounts: Accounts,
         pipeline: UpdatePipeline,
         failures: Failures,
         clock: StepClock,
@@ -162,7 +161,6 @@ class StepCoordinator:
         self._gradients = window.gradients
         self._landing = landing
         self._decider = decider
-        self._accounts = accounts
         self._pipeline = pipeline
         self._failures = failures
         self._clock = clock
@@ -255,8 +253,8 @@ class StepCoordinator:
         if self._in_backward and self._jobs and not self._is_running() and self._failures.stop is None:
             self._wait_begun()
             if self._account.applied:
-                said = f"the last backward did not finish: {self._accounts.applied_text(self._account)}"
-                self._accounts.stop(self._account, StateError(said))
+                said = f"the last backward did not finish: {self._decider.applied_text(self._account)}"
+                self._decider.stop(self._account, StateError(said))
         self._failures.check()
 
     def _wait_begun(self) -> None:
@@ -272,12 +270,12 @@ class StepCoordinator:
         """A text about updates in the states that belong to no counted step; None: there are none."""
         if self._jobs and not self._is_running():
             self._wait_begun()
-        if self._failures.stop is not None and self._accounts.stopped.applied:
-            return self._accounts.applied_text(self._accounts.stopped)
+        if self._failures.stop is not None and self._decider.stopped.applied:
+            return self._decider.applied_text(self._decider.stopped)
         if not self._jobs or not self._account.applied:
             return None
         if self._in_backward:
-            return self._accounts.applied_text(self._account)
+            return self._decider.applied_text(self._account)
         return f"step {self._account.step} was applied in backward, and step() was not called"
 
     def give_up_step(self) -> None:
@@ -293,7 +291,7 @@ class StepCoordinator:
 
     def resolve(self, *, is_whole: bool) -> None:
         """Go on after `give_up_step`, also after a partial step if `is_whole`: the new states are those of one step."""
-        if is_whole or not self._accounts.stopped.applied:
+        if is_whole or not self._decider.stopped.applied:
             self._failures.resolve()
 
     def _begin_backward(self) -> None:
@@ -539,7 +537,7 @@ class StepCoordinator:
         """Refuse where the weights have some of the gradients. Resolve an error that was raised."""
         self._wait_begun()  # the landing thread says which were applied, and what stops the training
         stop = self._failures.stop
-        if stop is None or self._accounts.stopped.applied or not self._failures.stop_was_raised:
+        if stop is None or self._decider.stopped.applied or not self._failures.stop_was_raised:
             self._expect_one_step()
             if self._jobs and self._account.applied:
                 raise StateError(
@@ -548,7 +546,7 @@ class StepCoordinator:
                     "gradients"
                 )
             return
-        if self._accounts.stopped.is_closed:
+        if self._decider.stopped.is_closed:
             self._decider.count_skip()
         self._failures.resolve()
 

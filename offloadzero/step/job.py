@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offloadzero.errors import NonFiniteError, OffloadError
-from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket, unfinished
+from offloadzero.errors import OffloadError
+from offloadzero.memory.tickets import FINISHED, Promise, Ticket, unfinished
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.step_decision import StepDecision
 from offloadzero.update.pipeline import RecordUpdate
@@ -55,44 +55,6 @@ class Account:
     def refuse(self, error: OffloadError | None) -> None:
         """Let backward update no more units, because of `error`; None: nothing stands against them."""
         self.refused = error
-
-
-class Accounts:
-    """Knows which units of a step were updated, and stops the training over a step that goes no further."""
-
-    def __init__(self, failures: Failures, units: Sequence[str]) -> None:
-        """Make the accounts. `units` are the names of the units that train."""
-        self._failures = failures
-        self._units = tuple(units)
-        self.stopped = Account(0)  # the account that has stopped the training, if `Failures.stop` says so
-
-    def stop(self, account: Account, error: OffloadError) -> None:
-        """Stop the step here, and let no other begin."""
-        account.refuse(error)
-        self.stopped = account
-        self._failures.stop_training(error)
-
-    def refuse(self, account: Account, names: Sequence[str]) -> None:
-        """Stop the step here: the gradients of the units of those names are not finite."""
-        error = NonFiniteError(
-            f"step {account.step}: the gradient of {names_text(names)} holds NaN or Inf; {self.applied_text(account)}. "
-            + ("" if account.applied else "zero_grad() lets training go on without this step. ")
-            + '("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
-        )
-        self.stop(account, error)
-
-    def applied_text(self, account: Account) -> str:
-        """Return a text about the units that a step has updated which was not applied as a whole."""
-        applied = list(account.applied)
-        others = [name for name in self._units if name not in applied]
-        if not applied:
-            return "nothing of it was applied"
-        return (
-            f"the weights are updated in backward, and of step {account.step} the updates of {len(applied)} units were "
-            f"applied ({names_text(applied)}) and those of {len(others)} were not ({names_text(others)}). Training "
-            "cannot go on from there. The states can be saved as they are; load_checkpoint() of an earlier checkpoint "
-            "makes them whole"
-        )
 
 
 class UpdateJob(RecordUpdate):

@@ -151,7 +151,7 @@ class Landing:
 
         def copy() -> None:
             try:
-                part = self._reduction.reduce(brought) if record.is_reduced else brought.flat
+                part = self._reduction.reduce(brought)
                 # The last update may still read the gradient's home. In the reduction other ranks wait for this one.
                 before.wait()
                 if landed_at:

@@ -13,7 +13,7 @@ from offloadzero.update.spec import DTYPES
 
 
 class Reduction:
-    """Makes a gradient the mean over the ranks, in the form in which it goes between them.
+    """Makes a gradient the mean over the ranks, in the form in which it goes between them; one rank's is that.
 
     Each rank divides what it sends, as DistributedDataParallel does. Where nothing is divided, this rank's part of a
     gradient is all of it.
@@ -35,12 +35,14 @@ class Reduction:
         self._pieces = None if pieces is None or self._dtype is None else pieces.view(self._dtype)
 
     def submit(self, record: Record) -> None:
-        """Count a gradient that is given to the lane as the next one."""
+        """Count a gradient that is reduced and given to the lane as the next one."""
         self._group.reductions.note(record.index)
 
     def reduce(self, brought: Brought) -> Tensor:
-        """Return this rank's part of the mean over the ranks of a gradient that is reduced; that is overwritten."""
+        """Return this rank's part of the mean over the ranks; the gradient is overwritten."""
         record, flat = brought.gradient.record, brought.flat
+        if not record.is_reduced:
+            return flat
         gradients, label = self._group.gradients, f"{record.name}.grad"
         gradients.begin_submitted()
         codes = self._coded.wire_of(record)

@@ -31,7 +31,6 @@ from offloadzero.ranks.group import Group
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.flat_layout import slot_layout
@@ -64,18 +63,18 @@ class Executor:
         self.residency = ResidencyPolicy(
             self.units, arena_bytes=unit_arena.num_bytes, by_order=not self._is_alone
         )
-        self._fetches = UnitFetches(store, staging=staging, clock=clock, gather=gather)
         self.leases = UnitLeases(
             self.units,
             store,
             arena=unit_arena,
             residency=self.residency,
-            fetches=self._fetches,
+            staging=staging,
+            gather=gather,
             clock=clock,
         )
         self.pins = self.residency.pins  # for reading
         self.changes = UnitChanges(
-            self.units, self.leases, self._fetches, store, pins=self.pins, clock=clock, lock=self._lock
+            self.units, self.leases, gather, store, pins=self.pins, clock=clock, lock=self._lock
         )
         self._spoiled: set[int] = set()  # units in a forward whose lease has other values than their home
         self._num_forwards = 0  # the number of nested forwards of sites
@@ -285,7 +284,7 @@ class Executor:
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
-        return self._fetches.read_home(unit)
+        return self.leases.read_home(unit)
 
     # --- steps ---
 

@@ -107,11 +107,6 @@ class StateCodes(ABC):
         scales = SegmentKind.SCALES
         return (*codes, (scales.value, scales, torch.float32, self.scale_shape(shape.numel())))
 
-    @property
-    def stored_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the stored arrays, by name: the codes, and at last the scales."""
-        return {name: dtype for name, _, dtype, _ in self.specs(torch.Size(()))}
-
 
 class OptimizerSpec(ABC, Generic[H]):
     """An optimizer as the engine trains with it: [Note: an optimizer spec]."""

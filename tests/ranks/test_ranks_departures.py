@@ -16,7 +16,8 @@ from torch import nn
 import offloadzero
 from offloadzero.ranks import channel, process_groups
 from offloadzero.step.collect import GradientCollector
-from offloadzero.step.job import Account, Accounts
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import Account
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -357,11 +358,11 @@ class FrozenFirst(nn.Module):
 
 def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
     """What the lines of a script have raised, with and without a call of zero_grad() after each step."""
-    refuse = Accounts.refuse
+    refuse = Decider.refuse
 
-    def refuse_late(accounts: Accounts, account: Account, names: Sequence[str]) -> None:
+    def refuse_late(decider: Decider, account: Account, names: Sequence[str]) -> None:
         time.sleep(0.7 * rank)
-        refuse(accounts, account, names)
+        refuse(decider, account, names)
 
     found = []
     for drops in (False, True):
@@ -369,7 +370,7 @@ def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
         del config["offloadzero"]["units"]["patterns"]
         engine, *_ = offloadzero.initialize(model=FrozenFirst(), config=config)
         said = []
-        with patch.object(Accounts, "refuse", refuse_late):
+        with patch.object(Decider, "refuse", refuse_late):
             for number in range(5):
                 line = "forward"
                 try:
