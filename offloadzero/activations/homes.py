@@ -24,7 +24,7 @@ from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import Extent, Home
-from offloadzero.memory.transfer import Fetcher, Sender, Sent, Staging
+from offloadzero.memory.transfer import Fetcher, FileWay, Sender, Sent, Staging
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 
@@ -395,8 +395,8 @@ def homes_in_memory(space: MemorySpace, *, store: TieredStore, parts: InputParts
     h2d = store.accelerator.lane("activation-h2d", store.failures)
     return InputHomes(
         space,
-        sender=Sender(store, lane=d2h, writer=None, staging=None),
-        fetcher=Fetcher(store, lane=h2d, reader=None, staging=None),
+        sender=Sender(store, lane=d2h, files=None),
+        fetcher=Fetcher(store, lane=h2d, files=None),
         parts=parts,
     )
 
@@ -424,14 +424,15 @@ def homes_on_file(
     sender = Sender(
         store,
         lane=store.accelerator.lane("activation-d2h", store.failures),
-        writer=Lane("activation-write", store.failures),
-        staging=InputStaging(space, memory, store, clock),
+        files=FileWay(Lane("activation-write", store.failures), InputStaging(space, memory, store, clock)),
     )
     fetcher = Fetcher(
         store,
         lane=store.accelerator.lane("activation-h2d", store.failures),
         # The call may allocate pinned memory: with CUDA that belongs on the device of the lanes.
-        reader=store.accelerator.lane("activation-read", store.failures),
-        staging=InputStaging(space, memory, store, None),
+        files=FileWay(
+            store.accelerator.lane("activation-read", store.failures),
+            InputStaging(space, memory, store, None),
+        ),
     )
     return InputHomes(space, sender=sender, fetcher=fetcher, parts=parts)

@@ -150,13 +150,6 @@ def plan_cut(
 # --- the memory ---
 
 
-def make_directories(config: OffloadConfig, plan: MemoryPlan) -> None:
-    """Make the directories of files, if the engine has any."""
-    checkpointing = config.activation_checkpoints
-    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier.is_file):
-        create_nvme_directories(config.nvme_paths)
-
-
 def open_store(
     records: Sequence[Record],
     config: OffloadConfig,
@@ -165,7 +158,10 @@ def open_store(
     *,
     failures: Failures,
 ) -> TieredStore:
-    """Take the memory of all tiers, apart from that of activation checkpoints."""
+    """Take the memory of all tiers, apart from that of activation checkpoints; make the directories of all files."""
+    checkpointing = config.activation_checkpoints
+    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier.is_file):
+        create_nvme_directories(config.nvme_paths)
     of_inputs = plan.inputs.nvme if plan.inputs is not None else 0  # a file of their own
     fetched = plan.inputs.device if plan.inputs is not None else 0  # apart, too
     return TieredStore(

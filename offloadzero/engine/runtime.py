@@ -24,7 +24,6 @@ from offloadzero.engine.build import (
     ScriptLoop,
     create_segments,
     cut_model,
-    make_directories,
     open_store,
     plan_cut,
 )
@@ -130,7 +129,6 @@ class Runtime:
             raise
 
     def _take_memory(self) -> None:
-        make_directories(self.config, self.plan)
         with interrupts.uninterrupted:  # a file that is made is one that is closed
             self.store = self.resources.make(
                 lambda: open_store(

@@ -23,7 +23,7 @@ from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY
-from offloadzero.memory.transfer import Fetcher, Staging
+from offloadzero.memory.transfer import Fetcher, FileWay, Staging
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.stream_clock import Mark
 from offloadzero.schedule.prefetch import Evict, Move
@@ -59,7 +59,7 @@ class UnitLeases:
         self._clock = clock
         self._lane = store.accelerator.lane("fetch", store.failures)
         self._fetcher = Fetcher(
-            store, lane=self._lane, reader=Lane("stage", store.failures), staging=Staging(staging)
+            store, lane=self._lane, files=FileWay(Lane("stage", store.failures), Staging(staging))
         )
         sizes = [align_up(unit.num_bytes) for unit in units if unit.residency is not HOME]
         self._largest_bytes = max(sizes, default=0)
