@@ -50,16 +50,16 @@ def telling_others() -> Iterator[None]:
     if launch.group_size() == 1:
         yield
         return
-    from offloadzero.ranks.failure_board import Board
+    from offloadzero.ranks.failure_store import FailureStore
 
-    before = Board.latest()
+    before = FailureStore.latest()
     try:
         yield
     except BaseException as error:
-        board = Board.latest()
-        if board is None or board is before:  # the start has not come as far as making one
-            board = Board(torch.distributed.get_rank())
-        board.report(error)
+        failure_store = FailureStore.latest()
+        if failure_store is None or failure_store is before:  # the start has not come as far as making one
+            failure_store = FailureStore(torch.distributed.get_rank())
+        failure_store.report(error)
         raise
 
 
@@ -137,7 +137,7 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
         reduces_codes=wire.quantized_gradients,
         divides_inputs=config.partition_activations,
     )
-    failures.tell_others(lambda error, has_failed: ranks.board.report(error, has_failed=has_failed))
+    failures.tell_others(lambda error, has_failed: ranks.failure_store.report(error, has_failed=has_failed))
     for warning in filter(None, (shared_queues, _apart(ranks))):
         if ranks.is_first:
             log.warning("%s", warning)

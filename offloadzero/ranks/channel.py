@@ -51,7 +51,7 @@ from offloadzero.observe.collectives import (
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.ranks.deadlock import WAITED_S, Watch
-from offloadzero.ranks.failure_board import LOOK_UP_S, Board, first_line, is_fake
+from offloadzero.ranks.failure_store import LOOK_UP_S, FailureStore, first_line, is_fake
 from offloadzero.ranks.group import Collectives
 from offloadzero.ranks.shard import ShardSpec
 
@@ -77,7 +77,7 @@ class Channel(Collectives):
         self,
         group: Any,
         spec: ShardSpec,
-        board: Board,
+        failure_store: FailureStore,
         *,
         is_on_host: bool,
         members: Sequence[int] | None = None,
@@ -94,9 +94,9 @@ class Channel(Collectives):
         self._who = f"rank {members[spec.rank]} of {spec.world_size}"
         if len(members) < dist.get_world_size():
             self._who = f"rank {members[spec.rank]}, with ranks {[*members]}"
-        self._board = board
-        self._place = len(board.begun)
-        board.begun.append(0)
+        self._failure_store = failure_store
+        self._place = len(failure_store.begun)
+        failure_store.begun.append(0)
         self._is_on_host = is_on_host
         self.counter = CollectiveCounter()
         self.recorder: Recorder = OFF.span
@@ -181,8 +181,8 @@ class Channel(Collectives):
             self.watch.begin()
 
     def report(self, error: BaseException) -> None:
-        """Tell the ranks that wait in a collective of this board that this rank has failed."""
-        self._board.report(error)
+        """Tell the ranks that wait in a collective of this store that this rank has failed."""
+        self._failure_store.report(error)
 
     def close(self) -> None:
         """Give the group's threads and connections back, after its last collective. A second call does nothing.
@@ -220,7 +220,7 @@ class Channel(Collectives):
                 watch.begin()
             volume = volume_bytes({kind: CollectiveCount(1, data.nbytes)})
             with self.recorder(COLLECTIVES, label, volume):
-                self._board.begun[self._place] += 1
+                self._failure_store.begun[self._place] += 1
                 work = start()
                 if work is None:
                     raise AssertionError("the process is in no process group")
@@ -233,11 +233,11 @@ class Channel(Collectives):
         except RankError:
             raise
         except StateError as error:  # a deadlock
-            self._board.report(error)
+            self._failure_store.report(error)
             raise
         except BaseException as error:
             if is_interrupt(error):  # the collective is abandoned, and all others of the group
-                self._board.report(StateError(f"{type(error).__name__} in {what}"))
+                self._failure_store.report(StateError(f"{type(error).__name__} in {what}"))
                 raise
             if not isinstance(error, RuntimeError):
                 raise
@@ -248,13 +248,13 @@ class Channel(Collectives):
     def _look_before(self, what: str) -> None:
         """Look for failed ranks, now and then; a wait looks each time, and so does what follows this rank's own end."""
         now_s = time.monotonic()
-        if self._board.has_ended or now_s - self._looked_s >= LOOK_AGAIN_S:
-            self._look(what, self._board.begun[self._place] + 1)
+        if self._failure_store.has_ended or now_s - self._looked_s >= LOOK_AGAIN_S:
+            self._look(what, self._failure_store.begun[self._place] + 1)
             self._looked_s = now_s
 
     def _look(self, what: str, number: int) -> None:
         """Look for ranks that have failed, or have closed without the collective of that number."""
-        self._board.look(what, self.members, (self._place, number))
+        self._failure_store.look(what, self.members, (self._place, number))
 
     @interruptible
     def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
@@ -274,14 +274,14 @@ class Channel(Collectives):
                 if work.is_completed():  # since then, perhaps: the error is that of the wait, or its own
                     work.wait()
                     return
-            self._look(what, self._board.begun[self._place])
+            self._look(what, self._failure_store.begun[self._place])
             if watch is not None and time.monotonic() - first_s > WAITED_S:
                 watch.look(what)
 
     def _said_within(self, wait_s: float) -> str | None:
         """Return the text of a failed rank, which may come a little later than its end."""
         until_s = time.monotonic() + wait_s
-        while (text := self._board.text(self.members)) is None and time.monotonic() < until_s:
+        while (text := self._failure_store.text(self.members)) is None and time.monotonic() < until_s:
             time.sleep(LOOK_UP_S / 10)
         return text
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.errors import StateError
-from offloadzero.ranks.failure_board import Board
+from offloadzero.ranks.failure_store import FailureStore
 from offloadzero.ranks.group import OrderSum
 
 WAITED_S = 2.0  # after which a rank says that it waits
@@ -42,14 +42,16 @@ _BESIDE_STEPS = ("control", "gradients")  # backwards, which come before or afte
 class DeadlockDetector:
     """Finds that ranks wait for each other: [Note: deadlocks]."""
 
-    def __init__(self, board: Board, submitted: Mapping[str, OrderSum], *, rank: int, group: int) -> None:
+    def __init__(
+        self, failure_store: FailureStore, submitted: Mapping[str, OrderSum], *, rank: int, group: int
+    ) -> None:
         """Watch the channels of this rank.
 
         Args:
             submitted: what the script submits, by the channel in which another thread does it.
             group: the first rank of those that train the same part of the model.
         """
-        self._board = board
+        self._failure_store = failure_store
         self._submitted = submitted
         self._rank = rank
         self._group = group
@@ -67,10 +69,10 @@ class DeadlockDetector:
         if channel == _STEPS or (channel in _OF_SCRIPT and current_graph_task_id() == NO_GRAPH_TASK):
             before = {**self._begun, **{name: each.number for name, each in self._submitted.items()}}
             own = {"rank": self._rank, "what": what, "number": number, "before": before}
-            self._board.put(self._key(channel), json.dumps(own))
+            self._failure_store.put(self._key(channel), json.dumps(own))
         others = (*_OF_SCRIPT, _STEPS) if channel in _BESIDE_STEPS else _OF_SCRIPT
         for other in others:
-            text = None if other == channel else self._board.get(self._key(other))
+            text = None if other == channel else self._failure_store.get(self._key(other))
             said: Any = None if text is None else json.loads(text)
             if (
                 said is not None

@@ -40,7 +40,7 @@ from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.observe.collectives import CollectiveCount, CollectiveCounter
 from offloadzero.ranks.channel import Channel, Recorder, abort_groups
 from offloadzero.ranks.deadlock import DeadlockDetector, Watch
-from offloadzero.ranks.failure_board import Board, is_fake, named
+from offloadzero.ranks.failure_store import FailureStore, is_fake, named
 from offloadzero.ranks.group import Collectives, Group, TakenStep, digest, machine
 from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
@@ -57,13 +57,13 @@ SPARE = 256  # files of the script, of the drive, of checkpoints
 class Ranks(Group):
     """The ranks of one model, of several processes; each channel is used by one thread."""
 
-    board: Board
+    failure_store: FailureStore
 
     def __post_init__(self) -> None:
         """Watch the channels in which scripts wait, and those of what they submit: [Note: deadlocks]."""
         rank, group = self.control.rank, self.control.members[0]
         submitted = {"orders": self.order, "gradients": self.reductions, "decisions": self.steps}
-        detector = DeadlockDetector(self.board, submitted, rank=rank, group=group)
+        detector = DeadlockDetector(self.failure_store, submitted, rank=rank, group=group)
         for name in ("states", "control", "orders"):
             getattr(self, name).watch = Watch(detector, name)
         for name in ("gradients", "decisions"):  # what is submitted there may take several collectives
@@ -121,7 +121,7 @@ class Ranks(Group):
 
     def lost_text(self) -> str | None:
         """A text about a rank that has failed; None: none has, as far as is known."""
-        return self.board.text()
+        return self.failure_store.text()
 
     def abort(self) -> None:
         """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
@@ -204,7 +204,7 @@ def make_ranks(
         decisions=of_data("gloo"),
         control=control,
         states=of_data("gloo"),
-        board=channels.board,
+        failure_store=channels.failure_store,
         near_weights=channels.of_part(on_device, consecutive_groups(world, node_ranks)),
         near_gradients=channels.of_part(on_device, near),
         far_gradients=channels.of_part(on_device, far),
@@ -254,14 +254,14 @@ class _Channels:
         self._spec = spec
         self._is_fake = is_fake()
         self._timeout = None if self._is_fake else timeout_of_process_group()
-        self.board = Board(spec.rank)
+        self.failure_store = FailureStore(spec.rank)
         if self._timeout is not None:
             make_room_for_groups(spec.world_size)
-            self.board.join(spec.world_size, self._timeout, what=what)
+            self.failure_store.join(spec.world_size, self._timeout, what=what)
 
     def of_all(self, backend: str) -> Channel:
         """Make a channel of all ranks."""
-        return Channel(self._new_group(backend), self._spec, self.board, is_on_host=backend == "gloo")
+        return Channel(self._new_group(backend), self._spec, self.failure_store, is_on_host=backend == "gloo")
 
     def of_part(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel | None:
         """Make the channel of the one of `groups` that this rank is in. All ranks make all of them."""
@@ -270,7 +270,7 @@ class _Channels:
             group = self._new_group(backend, [*members])
             if self._spec.rank in members:
                 place = ShardSpec(members.index(self._spec.rank), len(members))
-                own = Channel(group, place, self.board, is_on_host=backend == "gloo", members=members)
+                own = Channel(group, place, self.failure_store, is_on_host=backend == "gloo", members=members)
         return own
 
     def of_own(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel:

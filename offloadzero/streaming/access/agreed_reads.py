@@ -23,7 +23,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import RankError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
-from offloadzero.ranks.failure_board import is_fake
+from offloadzero.ranks.failure_store import is_fake
 from offloadzero.ranks.group import Group
 from offloadzero.streaming.access.collective_acts import BlockAct
 from offloadzero.update.flat_layout import ParamSlot

@@ -1,4 +1,4 @@
-"""The place where the ranks of one model tell each other of their ends.
+"""The place where the ranks of one model tell each other of their ends: in the store of torch's process group.
 
 [Note: errors of other ranks]
 When a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
@@ -41,7 +41,7 @@ _NCCL_REASON = "Last error:"  # the line before the one that says what is wrong,
 _numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
 
 
-class Board:
+class FailureStore:
     """The place where the first rank that fails leaves its text for the others: [Note: errors of other ranks]."""
 
     def __init__(self, rank: int) -> None:
@@ -52,9 +52,9 @@ class Board:
         self._lock = threading.Lock()
         self.has_ended = False  # the engine of this rank
         self.begun: list[int] = []  # collectives of this rank, by channel: all ranks make these in one order
-        Board.latest = weakref.ref(self)
+        FailureStore.latest = weakref.ref(self)
 
-    latest: ClassVar[Callable[[], Board | None]] = lambda: None
+    latest: ClassVar[Callable[[], FailureStore | None]] = lambda: None
 
     def join(self, world_size: int, timeout: timedelta, *, what: str) -> None:
         """Return when all ranks have called this. Raises RankError where one cannot start, or does not come.
