@@ -1,4 +1,4 @@
-"""The Trainer of transformers and a loop of accelerate on two ranks: as under DistributedDataParallel, and saved."""
+"""Trainers of transformers and Lightning and a loop of accelerate on two ranks: as under DDP, saved and resumed."""
 
 from __future__ import annotations
 
@@ -125,6 +125,57 @@ def by_accelerate(wrap: Wrap) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
+def by_lightning(wrap: Wrap, path: Path, *, resume: bool = False) -> dict[str, Any]:
+    """Trainer.fit with clipping and accumulation, saved in the middle or gone on from there."""
+    import lightning
+    from lightning.pytorch.utilities import grad_norm
+
+    from offloadzero.integrations.lightning import OffloadStrategy
+
+    losses, norms = [], []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = make_llama()
+
+        def training_step(self, ids: torch.Tensor, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+            losses.append(self.all_gather(loss.detach()).mean().item())
+            return loss
+
+        def on_before_optimizer_step(self, _: Any) -> None:
+            norms.append(float(grad_norm(self.model, norm_type=2)["grad_2.0_norm_total"]))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, eps=1e-4)
+            self.model, optimizer = wrap(self.model, optimizer)
+            return optimizer
+
+    rows = [tokens(seed, rows=1, length=12, vocabulary=VOCABULARY)[0] for seed in range(24)]
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=OffloadStrategy() if isinstance(wrap, Offloaded) else "ddp",
+        max_epochs=2 if resume else 1,
+        gradient_clip_val=0.1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(path.parent),
+    )
+    module = Module()
+    given = {"ckpt_path": path, "weights_only": False} if resume else {}
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), **given)
+    trainer.save_checkpoint(path)
+    if isinstance(wrap, Offloaded):
+        trainer.optimizers[0].close()
+    return {"losses": losses, "norms": norms}
+
+
 def of_rank(directory: Path) -> None:
     """What one rank does, under torchrun: all cases one after the other."""
     found: dict[str, Any] = {
@@ -140,6 +191,9 @@ def of_rank(directory: Path) -> None:
             found[f"{name}, resumed"] = by_trainer(wrap, broken, resume=True)
         found[f"accelerate, {name}"] = by_accelerate(wrap)
     wrap = Offloaded(3, "nvme", directory)
+    for name, each in {"ddp": Wrap(), "offloaded": wrap}.items():
+        path = directory / f"{name}.ckpt"
+        found[f"lightning, {name}"] = [by_lightning(each, path, resume=resume) for resume in (False, True)]
     found["plain, lora"] = by_trainer(Wrap(), directory / "plain lora", make=make_lora)
     found["lora"] = by_trainer(wrap, directory / "lora", make=make_lora)
     if torch.distributed.get_rank() == 0:
@@ -193,6 +247,13 @@ def test_a_loop_of_accelerate_is_that_under_ddp(found: dict[str, Any], name: str
     assert len(plain["norms"]) == 6
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+
+
+def test_lightning_is_what_it_is_under_ddp_and_goes_on_from_a_checkpoint(found: dict[str, Any]) -> None:
+    for plain, ours in zip(found["lightning, ddp"], found["lightning, offloaded"], strict=True):
+        assert len(plain["norms"]) == 3
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
 def test_accelerate_still_asks_for_the_mark() -> None:
