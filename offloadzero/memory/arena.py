@@ -246,11 +246,6 @@ class BufferPool:
         # Not taken when a buffer may be free. A wait takes no buffer, so an interrupted one loses none.
         self._given = threading.Lock()
 
-    @property
-    def num_free(self) -> int:
-        """The number of buffers that `take` would give at once."""
-        return len(self._free)
-
     def take_within(self, wait_s: float) -> PooledBuffer | None:
         """Take a free buffer; None where none is given back for so long. Raises the engine's failure as `take` does."""
         until_s = time.monotonic() + wait_s

@@ -264,7 +264,7 @@ class UpdatePipeline:
             source = grad[chunk.start : chunk.stop]
             copy = self._store.accelerator.copy
             name = chunk.update.record.name
-            data.reads.append(self._store.d2h.submit(lambda: copy(buffer, source), label=name))
+            data.reads.append(self._store.on_device.d2h.submit(lambda: copy(buffer, source), label=name))
 
     def _compute_first(self, window: deque[_Chunk]) -> None:
         chunk = window.popleft()

@@ -219,7 +219,7 @@ def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -
         with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
             engine(large)
     assert (
-        engine.optimizer.runtime.activations._home.sender._files.staging._pool.num_free == NUM_INPUT_STAGING
+        len(engine.optimizer.runtime.activations._home.sender._files.staging._pool._free) == NUM_INPUT_STAGING
     )
     assert loop(engine) == losses
     assert engine.reserved_bytes() == needed
