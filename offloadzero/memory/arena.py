@@ -1,4 +1,4 @@
-"""Arenas, leases and pools: fixed memory that is reserved at the start.
+"""Arenas, leases, pools and slots: fixed memory that is reserved at the start.
 
 [Note: staggered arrays]
 An update reads and writes four or five arrays in step. If they lie at equal offsets modulo 2 MiB (a huge page),

@@ -1,4 +1,4 @@
-"""The job of one record in one step, handed on from stage to stage: landing, update, home.
+"""The jobs of a step, one for each record, handed on from stage to stage, and the account of what became of it.
 
 [Note: what an interrupted step leaves]
 `step()` first does all that waits or may raise, and this changes nothing; then it hands the gradients over, which is

@@ -298,7 +298,10 @@ def _number(value: Any, name: str) -> float:
 
 
 class Fp32Spec(OptimizerSpec[H]):
-    """Base of such specs, which add the hyperparameters, the states, the kernel, and the operations on a piece."""
+    """Base of optimizers with fp32 states whose step on a device is done by torch operations, piece by piece.
+
+    They add the hyperparameters, the states, the kernel, and the operations on a piece.
+    """
 
     scratch_bytes_per_element = FP32_SCRATCH_BYTES
 

@@ -1,4 +1,4 @@
-"""The parameters as they were before their model was offloaded, and the way back.
+"""The way of parameters from their module into their homes, and the way back.
 
 [Note: the original form]
 A model gives its memory up unit by unit as its states move to their homes, so that nothing is there twice. When the
