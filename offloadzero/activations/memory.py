@@ -28,8 +28,8 @@ from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, Slots, align_up, allocate_host
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.planning.inputs import INPUT_BYTES_KEY
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.homes import INPUT_BYTES_KEY
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ from offloadzero.core.segments import TierName
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.observe.bound import StepReport
 from offloadzero.observe.collectives import CollectiveCount
-from offloadzero.observe.step_report import StepReport
 
 log = logging.getLogger("offloadzero")
 

@@ -26,9 +26,10 @@ from offloadzero.core.segments import TierName
 from offloadzero.engine.join import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.bound import StepReport
+from offloadzero.observe.texts import format_bytes
 from offloadzero.parameters.dtensors import expect_no_dtensors
-from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
+from offloadzero.planning.memory_plan import with_kept_gradients
 from offloadzero.step.script.scaled_losses import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text

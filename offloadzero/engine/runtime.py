@@ -36,10 +36,9 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.planning.homes import idle_rules
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.homes import idle_rules, rank_bytes
 from offloadzero.planning.placement import describe_placement
-from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks
@@ -245,7 +244,12 @@ class Runtime:
             lines += [f"    {line}" for line in self.plan.choice]
         if not self.group.is_alone:
             spec, stage = self.group.spec, self.config.zero_stage
-            kept = rank_bytes(self.records, self.plan, gathers_params=divides_params(stage))
+            kept = rank_bytes(
+                self.records,
+                self.plan.placement,
+                grads_have_homes=self.plan.grads_have_homes,
+                gathers_params=divides_params(stage),
+            )
             lines.append(f"rank {spec.rank} of {spec.world_size}, stage {stage}: {kept.text()}")
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]

@@ -24,8 +24,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY
 from offloadzero.memory.transfer import Fetcher, FileWay, Staging
-from offloadzero.observe.clock import StepClock
-from offloadzero.observe.stream_clock import Mark
+from offloadzero.observe.clock import Mark, StepClock
 from offloadzero.schedule.prefetch import Evict, Move
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
