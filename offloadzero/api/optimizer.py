@@ -329,15 +329,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with uninterrupted:
-            through("step.step", self.runtime.coordinator.step)()
-            if self._scaled is not None:
-                self._scaled.end_step()
-            self.has_stepped = True
-            if self.origin is not None:
-                # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
-                self.origin._opt_called = True  # type: ignore[attr-defined]
+        self._apply()
         return loss
+
+    @uninterrupted
+    def _apply(self) -> None:
+        through("step.step", self.runtime.coordinator.step)()
+        if self._scaled is not None:
+            self._scaled.end_step()
+        self.has_stepped = True
+        if self.origin is not None:
+            # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
+            self.origin._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those of a backward that did not finish; or make them zero.

@@ -12,7 +12,6 @@ from torch import nn
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
-from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.join import expect_same_homes, expect_same_model
 from offloadzero.engine.lifetime import Resources
@@ -231,11 +230,10 @@ class Parts:
         cores, num_threads = self._update_threads()
         self.pipeline = self._make_pipeline(cores, num_threads)
         self.activations: ActivationStore | None = None
-        with uninterrupted:  # a file that is made is one that is closed
-            if config.activation_checkpoints:
-                self.activations = resources.make(
-                    lambda: make_activation_store(config, plan, store, clock=clock, group=group)
-                )
+        if config.activation_checkpoints:
+            self.activations = resources.make(
+                lambda: make_activation_store(config, plan, store, clock=clock, group=group)
+            )
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,

@@ -18,6 +18,7 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
+from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
 from offloadzero.engine.build import (
     Parts,
@@ -128,12 +129,9 @@ class Runtime:
             raise
 
     def _take_memory(self) -> None:
-        with interrupts.uninterrupted:  # a file that is made is one that is closed
-            self.store = self.resources.make(
-                lambda: open_store(
-                    self.records, self.config, self.plan, self.accelerator, failures=self.failures
-                )
-            )
+        self.store = self.resources.make(
+            lambda: open_store(self.records, self.config, self.plan, self.accelerator, failures=self.failures)
+        )
 
     def _build(
         self,
@@ -161,21 +159,25 @@ class Runtime:
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
-        with interrupts.uninterrupted:  # hooks that are half in place could not be removed again
-            self.hooks = ModelHooks(
-                self.model,
-                cut,
-                executor=parts.executor,
-                reads=parts.reads,
-                gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
-                weights=parts.weights,
-                blocks=parts.blocks,
-                timeline=self.monitor.timeline,
-                checkpointed=checkpointed,
-                activations=parts.activations,
-            )
-            answer_for(self.records, self.weights)
+        self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
+
+    @uninterrupted  # hooks that are half in place could not be removed again
+    def _attach(self, checkpointed: Mapping[str, nn.Module]) -> None:
+        parts = self.parts
+        self.hooks = ModelHooks(
+            self.model,
+            self._cut,
+            executor=parts.executor,
+            reads=parts.reads,
+            gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
+            weights=parts.weights,
+            blocks=parts.blocks,
+            timeline=self.monitor.timeline,
+            checkpointed=checkpointed,
+            activations=parts.activations,
+        )
+        answer_for(self.records, self.weights)
 
     def _go_live(self) -> None:
         """Begin the reports, and be one of the runtimes that the end of the process closes."""
@@ -388,8 +390,7 @@ class Runtime:
 
     def cast_gradients(self) -> None:
         """Give gradients from before the start the model's new dtype and device; `undo()` brings the former back."""
-        with interrupts.uninterrupted:
-            self._original.cast_gradients(self.accelerator.device)
+        self._original.cast_gradients(self.accelerator.device)
 
     def forget_gradients(self) -> None:
         """Free the former gradients: the start will not be undone any more."""

@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offloadzero.core.interrupts import interruptible, is_interrupt, uninterrupted
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.core.torch_private import abort_process_group, is_process_group
 from offloadzero.errors import RankError, StateError
 from offloadzero.observe.collectives import (
@@ -256,16 +257,13 @@ class Channel(Collectives):
         """Look for ranks that have failed, or have closed without the collective of that number."""
         self._failure_store.look(what, self.members, (self._place, number))
 
-    @interruptible
     def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
         first_s = time.monotonic()
         while True:
-            if uninterrupted.pending:
-                uninterrupted.raise_unless_waiting()
             begun_s = time.monotonic()
             try:
-                work.wait(look_up)
+                interrupts.wait(work.wait, look_up)
                 return
             except RuntimeError:
                 # Work that has failed need not be complete: only the time tells its errors from the end of a wait.

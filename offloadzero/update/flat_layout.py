@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from offloadzero.core.segments import SegmentKind
 
 
 @dataclass(eq=False)
@@ -21,8 +24,7 @@ class ParamSlot:
     group_index: int | None  # of the optimizer's param_groups; None: frozen
     index: int = 0  # in its record's slots
     step: int = 0  # updates so far
-    num_writes: int = 0  # other than updates
-    num_state_writes: dict[str, int] = field(default_factory=dict)  # the same, by the state's name
+    num_writes: Counter[SegmentKind] = field(default_factory=Counter)  # other than updates
 
     @property
     def trainable(self) -> bool:
