@@ -45,9 +45,9 @@ import torch  # noqa: E402
 from gpt_model import GPT, GPTSize, Text, num_params  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales  # noqa: E402
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales  # noqa: E402
 from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode  # noqa: E402
+from offloadzero.native.hyper import AdamHyper  # noqa: E402
 from offloadzero.native.kernels import adam_step  # noqa: E402
 
 SIZE = GPTSize(num_layers=6, width=384, num_heads=6)

@@ -34,8 +34,8 @@ from offloadzero.arithmetic.remainders import (
     take_low_bits,
 )
 from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, pieces
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, SHIFT_M, SHIFT_S, num_scales
-from offloadzero.kernel_arguments.scalars import StepScalars
+from offloadzero.core.constants import COMPACT_BLOCK, SHIFT_M, SHIFT_S, num_scales
+from offloadzero.native.hyper import StepScalars
 
 COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8  # per element of a piece
 

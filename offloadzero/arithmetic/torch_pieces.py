@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import join, split
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.core.constants import COMPACT_BLOCK
 
 FP32_SCRATCH_BYTES = 3 * 4  # per element of a piece with fp32 states: weights, gradient, one spare
 

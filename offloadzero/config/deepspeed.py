@@ -31,7 +31,7 @@ from offloadzero.config.schema import (
     UpdateConfig,
     ZeroPlusPlusConfig,
 )
-from offloadzero.core.limits import (
+from offloadzero.core.constants import (
     CHUNK_MULTIPLE,
     GRID_BYTES,
     MAX_IO_BLOCK_BYTES,

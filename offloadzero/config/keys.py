@@ -29,7 +29,7 @@ from offloadzero.config.schema import (
     UpdateConfig,
     ZeroPlusPlusConfig,
 )
-from offloadzero.core.limits import GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
+from offloadzero.core.constants import GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
 
 
 class Action(str, Enum):

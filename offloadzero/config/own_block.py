@@ -22,9 +22,9 @@ from offloadzero.config.schema import (
     PlacementRule,
     UpdateConfig,
 )
+from offloadzero.core.constants import COMPACT_CHUNK_MULTIPLE
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -33,9 +33,14 @@ from offloadzero.config.reading.parse import (
     read_str,
     read_str_list,
 )
-from offloadzero.core.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS, SPARED_CORES
+from offloadzero.core.constants import (
+    CHUNK_MULTIPLE,
+    COMPACT_CHUNK_MULTIPLE,
+    GRID_BYTES,
+    MAX_UPDATE_THREADS,
+    SPARED_CORES,
+)
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 
 DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's
 STATE_LAYOUTS = ("fp32", "compact")

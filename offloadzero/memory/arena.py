@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from offloadzero.core.constants import GRID_BYTES
 from offloadzero.core.interrupts import interruptible, uninterrupted
-from offloadzero.core.limits import GRID_BYTES
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.pages import map_pages

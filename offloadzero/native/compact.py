@@ -13,12 +13,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.kernel_arguments.tensors import address, describe, float_code, typed_address
 from offloadzero.native import _kernels
-from offloadzero.native.kernels import GradCheck, Isa, check_num_threads, checked_step, isa_code
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import (
+    Isa,
+    address,
+    check_num_threads,
+    describe,
+    float_code,
+    isa_code,
+    typed_address,
+)
 
 
 def compact_adam_step(
@@ -32,33 +39,25 @@ def compact_adam_step(
     hyper: AdamHyper,
     step: int,
     grad_scale: float = 1.0,
-    grad_check: GradCheck = GradCheck.OFF,
     num_threads: int | None = None,
     isa: Isa | None = None,
-) -> float | None:
+) -> None:
     """One Adam or AdamW step on a compact record, in place, in one pass over memory.
 
     `grad` is bf16, fp16 or fp32 and is multiplied by `grad_scale` first; `step` counts from 1, and the rounding of the
-    moments depends on it ([Note: dithered codes]). The tensors must not overlap. Returns None, or with `grad_check`
-    the squared norm of the gradient before `grad_scale`. Raises ConfigError for a tensor that does not fit, and as
-    `adam_scalars` does.
+    moments depends on it ([Note: dithered codes]). The tensors must not overlap. Raises ConfigError for a tensor that
+    does not fit, and as `AdamHyper.scalars` does.
     """
-    arguments = (
+    _kernels.compact_adam_step(
         float_code("grad", grad),
         _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
         address("grad", grad, param.numel()),
         param.numel(),
         isa_code(isa),
         check_num_threads(num_threads),
-        adam_scalars(hyper, step=step, grad_scale=grad_scale),
+        hyper.scalars(step=step, grad_scale=grad_scale),
         step,
-    )
-    return checked_step(
-        lambda with_sq_norm: _kernels.compact_adam_step(*arguments, with_sq_norm),
-        grad,
-        grad_check=grad_check,
-        num_threads=num_threads,
-        isa=isa,
+        False,  # the gradient's norm is not asked for
     )
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, lengthened, shortened
+from offloadzero.core.constants import num_scales
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.native.compact import compact_decode, compact_encode
 
 # Of each moment the name and the dtype of its codes. The names say what the bytes mean (bits of exponent and mantissa),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adagrad import AdagradHyper
-from offloadzero.native.lion_adagrad import adagrad_step
+from offloadzero.native.hyper import AdagradHyper
+from offloadzero.native.kernels import adagrad_step
 from offloadzero.optim.cpu_optimizer import CPUOptimizer
 
 # Keys of a torch.optim.Adagrad parameter group that are carried along: [Note: CPU optimizer state_dict].

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadzero.kernel_arguments.lion import LionHyper
-from offloadzero.native.lion_adagrad import lion_step
+from offloadzero.native.hyper import LionHyper
+from offloadzero.native.kernels import lion_step
 from offloadzero.optim.cpu_optimizer import CPUOptimizer
 
 

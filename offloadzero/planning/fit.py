@@ -30,9 +30,9 @@ from itertools import combinations
 from typing import Any
 
 from offloadzero.config import BudgetConfig, OffloadConfig
+from offloadzero.core.constants import COMPACT_CHUNK_MULTIPLE
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import torch
 
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.update.records import Record

@@ -20,9 +20,8 @@ from torch import Tensor
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import compact, kernels
+from offloadzero.native.hyper import AdamHyper, StepScalars
 from offloadzero.optim import compact_tensors
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
@@ -124,7 +123,7 @@ def adam_step(
             num_threads=num_threads,
         )
         return
-    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
+    scalars = hyper.scalars(step=step, grad_scale=grad_scale)
     if form is UpdateForm.TRITON:
         triton_step(
             param, grad, exp_avg, exp_avg_sq, scalars=scalars, step=step, master=master, scales=scales
@@ -204,7 +203,7 @@ def _differing_arrays(device: torch.device) -> list[str]:
             _host_step(on_host, grad, step)
             triton_step(
                 grad=grad.to(device),
-                scalars=adam_scalars(_TRIAL_HYPER, step=step, grad_scale=0.7),
+                scalars=_TRIAL_HYPER.scalars(step=step, grad_scale=0.7),
                 step=step,
                 scales=on_device.get("scales"),
                 **{name: on_device[name] for name in ("param", "master", "exp_avg", "exp_avg_sq")},

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 
 PARAM_ALIGN_BYTES = 64  # as torch's CPU allocator: kernels see the alignment that they see without offloading

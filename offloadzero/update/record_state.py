@@ -19,8 +19,8 @@ from functools import cached_property
 
 import torch
 
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.store import Segment
 from offloadzero.ranks.shard import ShardSpec

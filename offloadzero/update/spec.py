@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import MASTER_DTYPES
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 
 log = logging.getLogger("offloadzero.update")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.native import compact, kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 
 ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
@@ -53,8 +53,8 @@ class Record:
         scales = self.scales[num_scales(start) : num_scales(stop)]
         return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
 
-    def step(self, grad: Tensor, **kwargs: object) -> float | None:
-        return compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
+    def step(self, grad: Tensor, **kwargs: object) -> None:
+        compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
 
     def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         out = tuple(torch.empty(self.param.numel()) for _ in range(3))

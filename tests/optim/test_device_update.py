@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offloadzero.arithmetic import device_math, torch_adam
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.core.segments import TierName
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.native import kernels
 from offloadzero.planning import engine_plan
 from offloadzero.planning.memory_plan import plan_memory

@@ -40,7 +40,6 @@ FLOORS: Mapping[str, int] = {
     "native": 2,
     "io": 2,
     "config": 1,
-    "kernel_arguments": 1,
     "observe": 1,
     "core": 0,
     "errors": 0,

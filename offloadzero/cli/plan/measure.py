@@ -52,9 +52,9 @@ from offloadzero.cli.plan.computation import (
 from offloadzero.cli.plan.model import ModelSource
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, OffloadError
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import (

@@ -10,9 +10,8 @@ import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.lion import LionHyper
-from offloadzero.kernel_arguments.scalars import StepScalars
-from offloadzero.native import lion_adagrad
+from offloadzero.native import kernels
+from offloadzero.native.hyper import LionHyper, StepScalars
 from offloadzero.optim.cpu_lion import CPULion
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, betas, number
@@ -54,7 +53,7 @@ class LionSpec(Fp32Spec[LionHyper]):
         num_threads: int | None,
     ) -> None:
         """Do one step in place by the kernel."""
-        lion_adagrad.lion_step(
+        kernels.lion_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[EXP_AVG],

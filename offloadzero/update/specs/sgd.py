@@ -9,9 +9,8 @@ import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.scalars import StepScalars
-from offloadzero.kernel_arguments.sgd import SgdHyper
-from offloadzero.native import sgd
+from offloadzero.native import kernels
+from offloadzero.native.hyper import SgdHyper, StepScalars
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, number
 
@@ -50,7 +49,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         self, buffers: Buffers, *, hyper: SgdHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
         """Do one step in place by the kernel."""
-        sgd.sgd_step(
+        kernels.sgd_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[MOMENTUM_BUFFER],
