@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES, torch_step
 from offloadzero.native import compact, kernels
 from offloadzero.native.hyper import AdamHyper, StepScalars
 from offloadzero.optim import compact_tensors

@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
+from offloadzero.arithmetic.torch_steps import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
 from offloadzero.core.segments import SegmentKind
 from offloadzero.native.hyper import StepScalars
 from offloadzero.update.spec import Buffers, H, OptimizerSpec, UpdateForm, piece_scratch_bytes

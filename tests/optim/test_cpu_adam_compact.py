@@ -14,7 +14,7 @@ from offloadzero.arithmetic import compact_math
 from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.errors import ConfigError
 from offloadzero.native.hyper import AdamHyper
-from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.optim.cpu_optimizers import CPUAdam
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero import zero
 from offloadzero.arithmetic import device_math
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.arithmetic.torch_steps import FP32_SCRATCH_BYTES
 from offloadzero.checkpoint import states
 from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.config import load_config

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.compact_math import sqrt_
-from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.arithmetic.torch_steps import Fp32Piece
 from offloadzero.core.segments import SegmentKind
 from offloadzero.native import kernels
 from offloadzero.native.hyper import AdagradHyper, StepScalars
-from offloadzero.optim.cpu_adagrad import CPUAdagrad
+from offloadzero.optim.cpu_optimizers import CPUAdagrad
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, number
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.arithmetic.torch_steps import Fp32Piece
 from offloadzero.core.segments import SegmentKind
 from offloadzero.native import kernels
 from offloadzero.native.hyper import LionHyper, StepScalars
-from offloadzero.optim.cpu_lion import CPULion
+from offloadzero.optim.cpu_optimizers import CPULion
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, betas, number
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.arithmetic.torch_steps import Fp32Piece
 from offloadzero.core.segments import SegmentKind
 from offloadzero.native import kernels
 from offloadzero.native.hyper import SgdHyper, StepScalars

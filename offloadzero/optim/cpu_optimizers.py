@@ -1,7 +1,7 @@
-"""CPUAdam: Adam and AdamW for parameters in host memory, as a torch optimizer.
+"""CPUAdam, CPULion and CPUAdagrad: optimizers for parameters in host memory, as torch optimizers.
 
-It stands alone: no engine, no offload, any model on the CPU. bf16 and fp16 parameters are trained with exact
-fp32 master weights; bf16 parameters can be trained with a compact state instead.
+They stand alone: no engine, no offload, any model on the CPU. bf16 and fp16 parameters are trained with exact
+fp32 master weights; with CPUAdam bf16 parameters can be trained with a compact state instead.
 """
 
 from __future__ import annotations
@@ -17,20 +17,13 @@ from offloadzero.config.schema import STATE_LAYOUTS
 from offloadzero.errors import ConfigError
 from offloadzero.native import kernels
 from offloadzero.native.compact import compact_adam_step
-from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.hyper import AdagradHyper, AdamHyper, LionHyper
 from offloadzero.optim import compact_tensors
 from offloadzero.optim.cpu_optimizer import CPUOptimizer, remainder_of
 
-# Keys of a torch.optim.AdamW parameter group that CPUAdam carries along, so that a state_dict of either loads
-# into the other: [Note: CPU optimizer state_dict].
-_TORCH_GROUP_DEFAULTS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
+# Keys of torch's parameter groups that are carried along, so that a state_dict of either loads into the other: [Note:
+# CPU optimizer state_dict].
+_TORCH_GROUP_DEFAULTS = {"foreach": None, "maximize": False, "differentiable": False, "fused": None}
 
 
 class CPUAdam(CPUOptimizer):
@@ -62,6 +55,7 @@ class CPUAdam(CPUOptimizer):
     """
 
     MOMENTS = ("exp_avg", "exp_avg_sq")
+    KERNEL = staticmethod(kernels.adam_step)
 
     def __init__(
         self,
@@ -86,29 +80,24 @@ class CPUAdam(CPUOptimizer):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
             "decoupled_weight_decay": adamw_mode,
+            "amsgrad": False,
+            "capturable": False,
             **_TORCH_GROUP_DEFAULTS,
         }
         super().__init__(params, defaults, num_threads=num_threads)
 
+    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
+        return AdamHyper(
+            **_numbers(group, "lr", "eps", "weight_decay"),
+            **_betas(group),
+            decoupled=bool(group["decoupled_weight_decay"]),
+            bias_correction=bool(group["bias_correction"]),
+        )
+
     def _check_group(self, group: dict[str, Any]) -> None:
-        _hyper_of(group)
+        super()._check_group(group)
         if group["amsgrad"]:
             raise ConfigError("amsgrad", True, "CPUAdam does not keep the maximum of the second moment")
-
-    def _update(
-        self, param: Tensor, grad: Tensor, master: Tensor | None, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        kernels.adam_step(
-            param,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            hyper=_hyper_of(group),
-            step=state["step"],
-            grad_scale=_grad_scale(group),
-            master=master,
-            num_threads=self.num_threads,
-        )
 
     def _is_compact(self, param: Tensor) -> bool:
         return self.state_layout == "compact" and param.dtype == torch.bfloat16 and param.is_contiguous()
@@ -126,10 +115,8 @@ class CPUAdam(CPUOptimizer):
             flat_param,
             grad.view(-1),
             *record,
-            hyper=_hyper_of(group),
+            **self._step_arguments(group),
             step=int(state["step"].item()) + 1,
-            grad_scale=_grad_scale(group),
-            num_threads=self.num_threads,
         )
         state["step"] += 1
 
@@ -157,18 +144,108 @@ class CPUAdam(CPUOptimizer):
         return {**super().__getstate__(), "state_layout": self.state_layout}
 
 
-def _grad_scale(group: dict[str, Any]) -> float:
-    return -1.0 if group["maximize"] else 1.0
+class CPULion(CPUOptimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) on the CPU; weight decay is decoupled.
+
+    Parameters and master weights as for CPUAdam; the state's one moment is `exp_avg` (fp32). The state_dict is
+    that of the other Lions (lr, betas, weight_decay; exp_avg).
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate, a number or a 0-dim tensor; about a tenth of AdamW's.
+        betas: weight of the moment in the update, decay rate of the moment; each in [0, 1).
+        weight_decay: decoupled.
+        maximize: ascend instead of descend.
+        num_threads: threads of one update; None is `native.kernels.DEFAULT_NUM_THREADS`.
+
+    Raises ConfigError for a parameter or an option it cannot train with.
+    """
+
+    MOMENTS = ("exp_avg",)
+    COUNTS_STEPS = False
+    KERNEL = staticmethod(kernels.lion_step)
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, num_threads=num_threads)
+
+    def _hyper(self, group: dict[str, Any]) -> LionHyper:
+        return LionHyper(**_numbers(group, "lr", "weight_decay"), **_betas(group))
 
 
-def _hyper_of(group: dict[str, Any]) -> AdamHyper:
+class CPUAdagrad(CPUOptimizer):
+    """Adagrad (Duchi et al. 2011) as torch.optim.Adagrad does it, on the CPU.
+
+    Parameters and master weights as for CPUAdam; the state is `step` (fp32 scalar) and `sum` (fp32), the sum of
+    the squared gradients. The state_dict is torch.optim.Adagrad's: [Note: CPU optimizer state_dict].
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate, a number or a 0-dim tensor.
+        lr_decay: the rate of step k is lr / (1 + (k - 1) * lr_decay).
+        weight_decay: added to the gradient (L2).
+        initial_accumulator_value: `sum` before the first step.
+        eps: added to the square root of `sum`.
+        num_threads: threads of one update; None is `native.kernels.DEFAULT_NUM_THREADS`.
+
+    Raises ConfigError for a parameter or an option it cannot train with.
+    """
+
+    MOMENTS = ("sum",)
+    KERNEL = staticmethod(kernels.adagrad_step)
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            **_TORCH_GROUP_DEFAULTS,
+        }
+        super().__init__(params, defaults, num_threads=num_threads)
+
+    def _hyper(self, group: dict[str, Any]) -> AdagradHyper:
+        return AdagradHyper(**_numbers(group, "lr", "lr_decay", "eps", "weight_decay"))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        initial = group["initial_accumulator_value"]
+        if not initial >= 0.0:
+            raise ConfigError("initial_accumulator_value", initial, "allowed numbers >= 0")
+
+    def _initial_moment(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        return torch.full_like(
+            param,
+            group["initial_accumulator_value"],
+            dtype=torch.float32,
+            memory_format=torch.preserve_format,
+        )
+
+
+def _numbers(group: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: float(group[name]) for name in names}
+
+
+def _betas(group: dict[str, Any]) -> dict[str, float]:
     beta1, beta2 = group["betas"]
-    return AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["decoupled_weight_decay"]),
-        bias_correction=bool(group["bias_correction"]),
-    )
+    return {"beta1": float(beta1), "beta2": float(beta2)}
