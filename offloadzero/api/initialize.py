@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from offloadzero.api.arguments import Collate, config_source, make_loader
+from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
 from offloadzero.api.engine import Engine
 from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.api.param_groups import group_defaults
@@ -21,7 +22,6 @@ from offloadzero.core import launch
 from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
-from offloadzero.lr_schedules import build_lr_scheduler
 from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.update.specs.adam import ADAM
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
 import warnings
@@ -22,6 +21,7 @@ from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
+from offloadzero.core.torch_private import add_param_group
 from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
@@ -38,9 +38,6 @@ from offloadzero.update.specs import known_classes_text, spec_of, spec_of_type
 log = logging.getLogger("offloadzero")
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
-
-# torch's method without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
-_add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def offload(
@@ -346,7 +343,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Add a group while the optimizer is being made; StateError afterwards, as the units are laid out once."""
         if hasattr(self, "runtime"):
             raise StateError("add_param_group after offload(): add the group before")
-        _add_param_group(self, param_group)
+        add_param_group(self, param_group)
 
     # --- what happened ---
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from offloadzero.config.keys import DEEPSPEED_KEYS
 from offloadzero.config.optimizer_arguments import KNOWN_OPTIMIZERS, OPTIMIZERS, TORCH_ADAMW_DECAY
 from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.parse import AUTO, is_auto, read_bool, read_float, read_mapping, read_str
+from offloadzero.config.reading.parse import is_auto, read_bool, read_float, read_mapping, read_str
 from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
 from offloadzero.errors import ConfigError
 
@@ -18,8 +17,6 @@ MAX_FP32 = 3.4e38  # the update computes in fp32
 # Arguments that torch's param groups have under another name.
 _GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
 UNRESOLVED = 'a number: "auto" is for the Hugging Face Trainer to resolve, and nobody has'
-# The values that the Trainer puts for "auto"; None is each group's own rate, which it has put there too.
-_AUTO_RATES: Mapping[str, float | None] = MappingProxyType({"warmup_min_lr": 0.0, "warmup_max_lr": None})
 
 
 def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
@@ -118,20 +115,3 @@ def read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:
     if not isinstance(name, str) or not name or is_auto(name):
         raise ConfigError(block.dotted("type"), name, "the name of a learning-rate schedule")
     return SchedulerConfig(type=name, params=MappingProxyType(dict(params)))
-
-
-def resolve_scheduler(scheduler: SchedulerConfig) -> SchedulerConfig:
-    """Return the schedule without "auto": a warmup then goes from 0 to each parameter group's own rate.
-
-    Raises:
-        ConfigError: any other parameter is "auto"; a default would be another schedule than the one meant.
-    """
-    params: dict[str, Any] = {}
-    for name, value in scheduler.params.items():
-        if not is_auto(value):
-            params[name] = value
-        elif name in _AUTO_RATES:
-            params[name] = _AUTO_RATES[name]
-        else:
-            raise ConfigError(f"scheduler.params.{name}", AUTO, UNRESOLVED)
-    return replace(scheduler, params=MappingProxyType(params))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import operator
 import types
@@ -143,6 +144,10 @@ def end_graph(reason: str) -> None:
     """
     if _tracing_context() is not None:
         raise importlib.import_module("torch._dynamo.exc").Unsupported(reason)
+
+
+# torch's method without its decorator, which imports the compiler to keep it out.
+add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def import_compiler() -> None:

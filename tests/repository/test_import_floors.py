@@ -33,7 +33,6 @@ FLOORS: Mapping[str, int] = {
     "update": 4,
     "planning": 4,
     "schedule": 3,
-    "lr_schedules": 3,
     "memory": 3,
     "ranks": 3,
     "arithmetic": 3,

@@ -1,7 +1,9 @@
-"""The trial of a configured schedule on a stand-in, before the optimizer gets the schedule.
+"""The learning-rate schedule that a configuration names, made and tried before the optimizer gets it.
 
-torch's schedules check few of their parameters: StepLR with a step size of 0 divides by it, and MultiStepLR reads
-its milestones only at a step that comes after the weights have changed. Here that is a ConfigError at the start.
+[Note: a schedule is tried]
+torch's schedules check few of their parameters: StepLR with a step size of 0 divides by it, and MultiStepLR reads its
+milestones only at a step that comes after the weights have changed. Here a stand-in of the optimizer takes a step with
+the schedule first, and such a mistake is a ConfigError at the start.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from offloadzero.config.schema import SchedulerConfig
+from offloadzero.api.deepspeed.schedules import DEEPSPEED_SCHEDULES
+from offloadzero.config import UNRESOLVED, SchedulerConfig
+from offloadzero.config.reading.parse import AUTO, is_auto, read_int
 from offloadzero.core.interrupts import is_interrupt
+from offloadzero.core.torch_private import add_param_group
 from offloadzero.errors import ConfigError
 
 _PARAMS_KEY = "scheduler.params"
@@ -27,10 +33,73 @@ _PARAMS_KEY = "scheduler.params"
 _WHOLE = ("int", "int | None", "Optional[int]")
 _NUMBER = ("float",)
 _WHOLE_LIST = tuple(f"{kind}[int]" for kind in ("Iterable", "Sequence", "list", "List"))
+# The values that the Trainer puts for "auto"; None is each group's own rate, which it has put there too.
+_AUTO_RATES: Mapping[str, float | None] = MappingProxyType({"warmup_min_lr": 0.0, "warmup_max_lr": None})
 
-# torch's method without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
-_add_param_group: Callable[..., None] = inspect.unwrap(Optimizer.add_param_group)
 
+def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
+    """Build the schedule that `config.type` names: one of DeepSpeed's, or any class of torch.optim.lr_scheduler.
+
+    A torch schedule that needs more than the configuration can say (ReduceLROnPlateau wants a metric at each
+    step) is built; `engine.step({"metrics": loss})` hands it over.
+
+    Raises:
+        ConfigError: an unknown name or parameter (with the nearest known one), a missing parameter, or values
+            that the schedule refuses when it is made or at its first step.
+    """
+    config = _without_auto(config)
+    known = {**_torch_schedules(), **DEEPSPEED_SCHEDULES}
+    cls = known.get(config.type)
+    if cls is None:
+        names = ", ".join(DEEPSPEED_SCHEDULES)
+        allowed = f"unknown schedule: allowed {names}, or a class of torch.optim.lr_scheduler"
+        raise ConfigError("scheduler.type", config.type, allowed, known_values=known)
+    _check_params(config, cls)
+    return cls(optimizer, **_rehearse(config, cls, optimizer))
+
+
+def _torch_schedules() -> dict[str, type[LRScheduler]]:
+    return {
+        name: cls
+        for name, cls in vars(lr_scheduler).items()
+        if inspect.isclass(cls)
+        and issubclass(cls, LRScheduler)
+        and cls is not LRScheduler
+        and not name.startswith("_")
+    }
+
+
+def _check_params(config: SchedulerConfig, cls: type[LRScheduler]) -> None:
+    parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer
+    names = [parameter.name for parameter in parameters]
+    for name, value in config.params.items():
+        if name not in names:
+            raise ConfigError(
+                f"{_PARAMS_KEY}.{name}", value, f"{config.type} has no such parameter", known_keys=names
+            )
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in config.params:
+            raise ConfigError(f"{_PARAMS_KEY}.{parameter.name}", None, f"{config.type} needs it")
+
+
+def _without_auto(scheduler: SchedulerConfig) -> SchedulerConfig:
+    """Return the schedule without "auto": a warmup then goes from 0 to each parameter group's own rate.
+
+    Raises:
+        ConfigError: any other parameter is "auto"; a default would be another schedule than the one meant.
+    """
+    params: dict[str, Any] = {}
+    for name, value in scheduler.params.items():
+        if not is_auto(value):
+            params[name] = value
+        elif name in _AUTO_RATES:
+            params[name] = _AUTO_RATES[name]
+        else:
+            raise ConfigError(f"scheduler.params.{name}", AUTO, UNRESOLVED)
+    return SchedulerConfig(scheduler.type, MappingProxyType(params))
+
+
+# --- the trial ---
 
 class _StandIn(Optimizer):
     """An optimizer with the hyperparameters of another one's groups, and nothing to update."""
@@ -40,7 +109,7 @@ class _StandIn(Optimizer):
         self.defaults = dict(optimizer.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _add_param_group(self, param_group)
+        add_param_group(self, param_group)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
@@ -51,7 +120,7 @@ def _without_weights(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "params": [torch.zeros(1, device="cpu")]}
 
 
-def rehearse(config: SchedulerConfig, cls: type[LRScheduler], optimizer: Optimizer) -> dict[str, Any]:
+def _rehearse(config: SchedulerConfig, cls: type[LRScheduler], optimizer: Optimizer) -> dict[str, Any]:
     """Build the schedule and take a step on a stand-in of `optimizer`, which is not touched.
 
     Returns:
@@ -103,18 +172,12 @@ def _read_param(key: str, value: Any, annotation: Any) -> Any:
     if hint in _NUMBER and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise ConfigError(key, value, "a number")
     if hint in _WHOLE and not (value is None and hint != "int"):
-        return _read_whole(key, value)
+        return read_int(key, value)
     if hint in _WHOLE_LIST:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(key, value, "a list of whole numbers")
-        return [_read_whole(f"{key}[{index}]", entry) for index, entry in enumerate(value)]
+        return [read_int(f"{key}[{index}]", entry) for index, entry in enumerate(value)]
     return value
-
-
-def _read_whole(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != math.floor(value):
-        raise ConfigError(key, value, "a whole number")
-    return int(value)
 
 
 def _check_finite(key: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name.
+"""DeepSpeed's learning-rate schedules as torch schedulers.
 
 Source of the formulas: deepspeed/runtime/lr_schedules.py (0.19) and, behind OneCycle and LRRangeTest, Smith,
 "A disciplined approach to neural network hyper-parameters: Part 1", arXiv 1803.09820.
@@ -15,22 +15,18 @@ torch's epochs. A DeepSpeed scheduler state, {"last_batch_iteration": n}, loads.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from offloadzero.config.optimizer import resolve_scheduler
-from offloadzero.config.schema import SchedulerConfig
+from offloadzero.config.reading.parse import read_enum, read_float, read_int
 from offloadzero.errors import ConfigError
-from offloadzero.lr_schedules.rehearsal import rehearse
 
-_TYPE_KEY = "scheduler.type"
 _PARAMS_KEY = "scheduler.params"
 
 # DeepSpeed's OneCycle moves the first beta only and fixes the second.
@@ -316,51 +312,6 @@ DEEPSPEED_SCHEDULES: Mapping[str, type[LRScheduler]] = MappingProxyType(
 )
 
 
-def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """Build the schedule that `config.type` names: one of DeepSpeed's, or any class of torch.optim.lr_scheduler.
-
-    A torch schedule that needs more than the configuration can say (ReduceLROnPlateau wants a metric at each
-    step) is built; `engine.step({"metrics": loss})` hands it over.
-
-    Raises:
-        ConfigError: an unknown name or parameter (with the nearest known one), a missing parameter, or values
-            that the schedule refuses when it is made or at its first step.
-    """
-    config = resolve_scheduler(config)
-    known = {**_torch_schedules(), **DEEPSPEED_SCHEDULES}
-    cls = known.get(config.type)
-    if cls is None:
-        names = ", ".join(DEEPSPEED_SCHEDULES)
-        allowed = f"unknown schedule: allowed {names}, or a class of torch.optim.lr_scheduler"
-        raise ConfigError(_TYPE_KEY, config.type, allowed, known_values=known)
-    _check_params(config, cls)
-    return cls(optimizer, **rehearse(config, cls, optimizer))
-
-
-def _torch_schedules() -> dict[str, type[LRScheduler]]:
-    return {
-        name: cls
-        for name, cls in vars(lr_scheduler).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, LRScheduler)
-        and cls is not LRScheduler
-        and not name.startswith("_")
-    }
-
-
-def _check_params(config: SchedulerConfig, cls: type[LRScheduler]) -> None:
-    parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer
-    names = [parameter.name for parameter in parameters]
-    for name, value in config.params.items():
-        if name not in names:
-            raise ConfigError(
-                f"{_PARAMS_KEY}.{name}", value, f"{config.type} has no such parameter", known_keys=names
-            )
-    for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name not in config.params:
-            raise ConfigError(f"{_PARAMS_KEY}.{parameter.name}", None, f"{config.type} needs it")
-
-
 def warmup_fraction(iteration: int, *, num_steps: int, warmup_type: str) -> float:
     """The progress of a warmup at DeepSpeed's `iteration`, in [0, 1].
 
@@ -384,9 +335,7 @@ def _iteration(value: object) -> int:
 
 
 def _warmup_type(value: object) -> str:
-    if not isinstance(value, str) or value not in ("log", "linear"):
-        raise ConfigError(f"{_PARAMS_KEY}.warmup_type", value, "allowed log, linear")
-    return value
+    return read_enum(f"{_PARAMS_KEY}.warmup_type", value, ("log", "linear"))
 
 
 def _has_betas(optimizer: Optimizer) -> bool:
@@ -409,18 +358,12 @@ def _per_group(key: str, value: float | Sequence[float], optimizer: Optimizer) -
 
 
 def _rate(key: str, value: object) -> float:
-    if _number(key, value) < 0:
-        raise ConfigError(f"{_PARAMS_KEY}.{key}", value, "at least 0")
-    return _number(key, value)
+    return read_float(f"{_PARAMS_KEY}.{key}", value, minimum=0)
 
 
 def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{_PARAMS_KEY}.{key}", value, "a finite number")
-    return float(value)
+    return read_float(f"{_PARAMS_KEY}.{key}", value)
 
 
 def _whole(key: str, value: object, *, minimum: int) -> int:
-    if _number(key, value).is_integer() and int(_number(key, value)) >= minimum:
-        return int(_number(key, value))
-    raise ConfigError(f"{_PARAMS_KEY}.{key}", value, f"a whole number, at least {minimum}")
+    return read_int(f"{_PARAMS_KEY}.{key}", value, minimum=minimum)
