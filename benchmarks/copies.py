@@ -28,7 +28,7 @@ from offloadzero.cli.output import (
     size_text,
     text_table,
 )
-from offloadzero.config.reading.parse import read_num_bytes
+from offloadzero.config.readers import read_num_bytes
 from offloadzero.planning.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.parse import MAX_COUNT, is_auto, read_bool, read_int
+from offloadzero.config.block import Block
+from offloadzero.config.readers import MAX_COUNT, is_auto, read_bool, read_int
 from offloadzero.config.schema import BatchConfig
 from offloadzero.errors import ConfigError
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from offloadzero.config.batch import read_batch
+from offloadzero.config.block import Block
 from offloadzero.config.keys import DEEPSPEED_KEYS, MIN_SUB_GROUP_ELEMENTS, NOT_OFFLOADED
 from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
 from offloadzero.config.optimizer import read_optimizer, read_scheduler
-from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.parse import (
+from offloadzero.config.readers import (
     is_auto,
     read_bool,
     read_enum,

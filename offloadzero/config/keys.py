@@ -13,9 +13,10 @@ from enum import Enum
 from types import MappingProxyType
 
 from offloadzero.config.declared import own_keys, shown
-from offloadzero.config.optimizer_arguments import OPTIMIZERS, TORCH_ADAMW_DECAY
 from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
+    OPTIMIZERS,
+    TORCH_ADAMW_DECAY,
     ActivationConfig,
     AioConfig,
     BatchConfig,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadzero.config.reading.parse import read_path
+from offloadzero.config.readers import read_path
 from offloadzero.errors import ConfigError, abbreviated
 
 log = logging.getLogger("offloadzero.nvme")

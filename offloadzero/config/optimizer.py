@@ -6,11 +6,16 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from offloadzero.config.block import Block
 from offloadzero.config.keys import DEEPSPEED_KEYS
-from offloadzero.config.optimizer_arguments import KNOWN_OPTIMIZERS, OPTIMIZERS, TORCH_ADAMW_DECAY
-from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.parse import is_auto, read_bool, read_float, read_mapping, read_str
-from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
+from offloadzero.config.readers import is_auto, read_bool, read_float, read_mapping, read_str
+from offloadzero.config.schema import (
+    KNOWN_OPTIMIZERS,
+    OPTIMIZERS,
+    TORCH_ADAMW_DECAY,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from offloadzero.errors import ConfigError
 
 MAX_FP32 = 3.4e38  # the update computes in fp32

@@ -7,13 +7,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
+from offloadzero.config.block import Block
 from offloadzero.config.declared import own_keys
 from offloadzero.config.deepspeed import Reading
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.nvme_paths import read_nvme_paths
-from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.own_values import TIERS, read_tier
-from offloadzero.config.reading.parse import AUTO, read_enum, read_int
+from offloadzero.config.readers import AUTO, TIERS, read_enum, read_int, read_tier
 from offloadzero.config.schema import (
     ActivationConfig,
     ObserveConfig,

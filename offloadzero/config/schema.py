@@ -8,6 +8,7 @@ set the others; they are in `keys.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -15,23 +16,21 @@ from types import MappingProxyType
 from typing import Any
 
 from offloadzero.config.declared import own_block, own_key
-from offloadzero.config.reading.own_values import (
+from offloadzero.config.readers import (
+    read_bool,
     read_bool_or_auto,
     read_cores,
     read_device,
-    read_multiple,
-    read_steps,
-    read_tier,
-)
-from offloadzero.config.reading.parse import (
-    read_bool,
     read_enum,
     read_float,
     read_int,
+    read_multiple,
     read_num_bytes,
     read_path,
+    read_steps,
     read_str,
     read_str_list,
+    read_tier,
 )
 from offloadzero.core.constants import (
     CHUNK_MULTIPLE,
@@ -41,6 +40,56 @@ from offloadzero.core.constants import (
     SPARED_CORES,
 )
 from offloadzero.core.segments import SegmentKind, TierName
+
+# --- the optimizers that a configuration can name ---
+
+TORCH_ADAMW_DECAY = 0.01  # torch.optim.AdamW's default
+
+_ADAM: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "torch_adam": False,
+    }
+)
+# For each type, the arguments it takes and their defaults; offloadzero.update.specs has its update.
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Adam": _ADAM,
+        "AdamW": _ADAM,
+        "Lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "Adagrad": {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "eps": 1e-10,
+            "weight_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+        },
+        "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    }
+)
+# Arguments of DeepSpeed's own and of torch.optim (2.13) that a script may carry over.
+KNOWN_OPTIMIZERS = (
+    *(
+        "Lamb",
+        "Muon",
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+        "MuAdam",
+        "MuAdamW",
+        "MuSGD",
+    ),
+    *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    "SparseAdam",
+)
+
+
+# --- the configuration ---
 
 DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's
 STATE_LAYOUTS = ("fp32", "compact")

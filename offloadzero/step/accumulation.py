@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import SupportsIndex
 
 from offloadzero.config.batch import resolve_batch
-from offloadzero.config.reading.parse import MAX_COUNT, read_int
+from offloadzero.config.readers import MAX_COUNT, read_int
 from offloadzero.config.schema import BatchConfig
 from offloadzero.errors import ConfigError, StateError
 

@@ -186,7 +186,7 @@ def test_imports_go_downwards() -> None:
 
 def test_the_graph_is_not_empty() -> None:
     graph, _ = import_graph(PACKAGE)
-    assert "offloadzero.errors" in graph["offloadzero.config.reading.parse"]
+    assert "offloadzero.errors" in graph["offloadzero.config.readers"]
     assert graph["offloadzero.errors"] == set()
 
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offloadzero.api.deepspeed.schedules import DEEPSPEED_SCHEDULES
 from offloadzero.config import UNRESOLVED, SchedulerConfig
-from offloadzero.config.reading.parse import AUTO, is_auto, read_int
+from offloadzero.config.readers import AUTO, is_auto, read_int
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.core.torch_private import add_param_group
 from offloadzero.errors import ConfigError
@@ -100,6 +100,7 @@ def _without_auto(scheduler: SchedulerConfig) -> SchedulerConfig:
 
 
 # --- the trial ---
+
 
 class _StandIn(Optimizer):
     """An optimizer with the hyperparameters of another one's groups, and nothing to update."""

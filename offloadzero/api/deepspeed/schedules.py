@@ -24,7 +24,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from offloadzero.config.reading.parse import read_enum, read_float, read_int
+from offloadzero.config.readers import read_enum, read_float, read_int
 from offloadzero.errors import ConfigError
 
 _PARAMS_KEY = "scheduler.params"

@@ -37,7 +37,7 @@ from offloadzero.cli.bench.scratch import (
 )
 from offloadzero.cli.bench.traffic import Bench, RandomMemory, Request, Sample, Shape, WriteAllowance
 from offloadzero.cli.output import Progress, check_output, print_lines, read_seconds, save_json, size_text
-from offloadzero.config.reading.parse import read_num_bytes
+from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioBackend, AioEngine
 from offloadzero.planning.machine import (

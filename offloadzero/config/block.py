@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
-from offloadzero.config.reading.parse import (
+from offloadzero.config.readers import (
     any_enabled,
     is_auto,
     read_bool,
