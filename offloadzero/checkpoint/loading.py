@@ -24,7 +24,7 @@ from offloadzero.checkpoint.format.json_file import plain_scalar
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
-from offloadzero.checkpoint.stored_states import form_among
+from offloadzero.checkpoint.stored_states import write_states
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import is_interrupt
@@ -63,7 +63,7 @@ class LoadPlan:
     def _write_states(self, record: Record, slot: ParamSlot) -> None:
         stored = self.checkpoint.states[slot.name]
         values = {name: _read(self.checkpoint, f"{slot.name}.{name}", of) for name, of in stored.items()}
-        form_among(stored, self.checkpoint.spec).write(self.states.weights, record, slot, values)
+        write_states(self.states.weights, record, slot, values)
 
 
 def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tensor:
