@@ -44,8 +44,13 @@ def read_extra_states(model: nn.Module) -> ExtraStates:
     described: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for key, module in _modules(model, "get_extra_state"):
-        own: dict[str, torch.Tensor] = {}
-        value = _without_tensors(module.get_extra_state(), "", own)
+        whole = module.get_extra_state()
+        own = {
+            place: leaf.detach().to("cpu", copy=True)
+            for place, leaf in _leaves(whole)
+            if isinstance(leaf, torch.Tensor)
+        }
+        value = _with_leaves(whole, dict.fromkeys(own))
         try:
             encode_plain(value, key)
         except ConfigError as error:
@@ -74,23 +79,34 @@ def tensor_name(key: str, place: str) -> str:
     return f"{key}:{place}"
 
 
-def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor], *, depth: int = 0) -> Any:
-    """Return the value with None in the place of each tensor, which goes to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors[place] = value.detach().to("cpu", copy=True)
-        return None
-    if depth > MAX_DEPTH:
-        return value  # for the encoder to refuse
+def _leaves(value: Any, place: str = "", *, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield what stands in the lists, tuples and dicts of a value, by its place; nothing that is nested too deeply."""
+    items = _items(value)
+    if items is None:
+        yield place, value
+    elif depth <= MAX_DEPTH:
+        for index, item in enumerate(items):
+            yield from _leaves(item, _inner(place, index), depth=depth + 1)
 
-    def inside(index: int, item: Any) -> Any:
-        return _without_tensors(item, _inner(place, index), tensors, depth=depth + 1)
 
-    if isinstance(value, list | tuple):
-        items = [inside(*pair) for pair in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+def _with_leaves(value: Any, leaves: Mapping[str, Any], place: str = "", *, depth: int = 0) -> Any:
+    """Return the value with those of `leaves`, by place; its lists, tuples and dicts are new ones."""
+    items = _items(value)
+    if items is None or depth > MAX_DEPTH:
+        return leaves.get(place, value)
+    new = [
+        _with_leaves(item, leaves, _inner(place, index), depth=depth + 1) for index, item in enumerate(items)
+    ]
+    if isinstance(value, Mapping):
+        return dict(zip(value, new, strict=True))
+    return tuple(new) if isinstance(value, tuple) else new
+
+
+def _items(value: Any) -> Collection[Any] | None:
+    """The items of a value in which tensors have a place; None for another."""
     if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: inside(index, item) for index, (key, item) in enumerate(value.items())}
-    return value
+        return value.values()
+    return value if isinstance(value, list | tuple) else None
 
 
 def _inner(place: str, index: int) -> str:
@@ -109,7 +125,7 @@ def described_tensors(described: Mapping[str, Any]) -> dict[str, tuple[str, str]
         places = entry[_TENSORS]
         if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
             raise ValueError(f"{key}: the places of its tensors are not texts")
-        free = set(_places_of_none(entry[_VALUE], ""))
+        free = {place for place, leaf in _leaves(entry[_VALUE]) if leaf is None}
         for place in places:
             if place not in free:
                 raise ValueError(f"{key} has no place {place!r} for a tensor")
@@ -117,34 +133,9 @@ def described_tensors(described: Mapping[str, Any]) -> dict[str, tuple[str, str]
     return found
 
 
-def _places_of_none(value: Any, place: str) -> Iterator[str]:
-    if value is None:
-        yield place
-    for index, item in enumerate(_items(value)):
-        yield from _places_of_none(item, _inner(place, index))
-
-
-def _items(value: Any) -> Collection[Any]:
-    if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
-
-
 def whole_value(entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the result of get_extra_state(), with its tensors in their places."""
-    return _with_tensors(entry[_VALUE], "", tensors)
-
-
-def _with_tensors(value: Any, place: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if place in tensors:
-        return tensors[place]
-    if isinstance(value, Mapping) and not isinstance(value, Counter):
-        pairs = enumerate(value.items())
-        return {key: _with_tensors(item, _inner(place, index), tensors) for index, (key, item) in pairs}
-    if not isinstance(value, list | tuple):
-        return copy.copy(value)
-    items = [_with_tensors(item, _inner(place, index), tensors) for index, item in enumerate(value)]
-    return tuple(items) if isinstance(value, tuple) else items
+    return _with_leaves(copy.deepcopy(entry[_VALUE]), tensors)
 
 
 def settable(model: nn.Module) -> dict[str, nn.Module]:
@@ -177,12 +168,7 @@ def try_extra_state(key: str, module: nn.Module, value: Any) -> None:
 
 def _copy_of(value: Any) -> Any:
     """Return a deep copy, also of tensors that torch does not copy deeply, the results of operations with gradients."""
-    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(value)})
-
-
-def _tensors_in(value: Any, *, depth: int = 0) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    if depth <= MAX_DEPTH:
-        for item in _items(value):
-            yield from _tensors_in(item, depth=depth + 1)
+    return copy.deepcopy(
+        value,
+        {id(leaf): leaf.detach().clone() for _, leaf in _leaves(value) if isinstance(leaf, torch.Tensor)},
+    )
