@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from offloadzero.config.declared import own_keys
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
 from offloadzero.config.readers import (
     any_enabled,
@@ -17,8 +19,12 @@ from offloadzero.config.readers import (
 )
 from offloadzero.errors import ConfigError, abbreviated
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
 D = TypeVar("D")
+C = TypeVar("C", bound="DataclassInstance")
 
 _SLIP = 0.8  # how alike two keys are, by difflib, of which one is taken for a slip of the other
 _FEW_KEYS = 16  # an object of no more is named whole where no key is near
@@ -103,6 +109,15 @@ class Block:
         if name not in self._values:
             return default
         return reader(self.dotted(name), self._values[name], **bounds)
+
+    def read_fields(self, base: C) -> C:
+        """Return `base` with the fields whose keys this object has: [Note: a key is its field]."""
+        values = {
+            name: self.read(key.name, key.read, getattr(base, name), **key.bounds)
+            for name, key in own_keys(type(base))
+            if key.read is not None
+        }
+        return replace(base, **values)
 
     def sub_block(self, name: str, *, table: KeyTable, notices: list[str]) -> Block:
         """Return the nested object `name`, or an empty one when it is absent."""

@@ -1,8 +1,8 @@
-"""Fields of the configuration that a key of the `offloadzero` block sets, each with its whole declaration.
+"""Fields of the configuration that declare the key which sets them.
 
 [Note: a key is its field]
 A field that is made by `own_key` says all there is of its key: default, sentence, reader and bounds. The loader's table
-(`config/keys.py`), the reading (`config/own_block.py`) and the tables of docs/config.md (`make docs`) follow.
+(`config/keys.py`), the reading (`Block.read_fields`) and the tables of docs/config.md (`make docs`) follow.
 """
 
 from __future__ import annotations

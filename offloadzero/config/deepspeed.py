@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from offloadzero.config.batch import read_batch
 from offloadzero.config.block import Block
+from offloadzero.config.declared import own_keys
 from offloadzero.config.keys import DEEPSPEED_KEYS, MIN_SUB_GROUP_ELEMENTS, NOT_OFFLOADED
 from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
 from offloadzero.config.optimizer import read_optimizer, read_scheduler
@@ -123,7 +124,7 @@ def _read_steps_per_print(top: Block) -> int | None:
 def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
     fp16 = reading.sub_block(top, "fp16", "fp16")
     bf16 = reading.sub_block(top, "bf16", "bf16")
-    loss_scale = _read_loss_scale(fp16)  # checked whether or not fp16 is on
+    loss_scale = fp16.read_fields(LossScaleConfig())  # checked whether or not fp16 is on
     use_fp16 = fp16.read("enabled", read_bool, False)
     use_bf16 = bf16.read("enabled", read_bool, False)
     if use_fp16 and use_bf16:
@@ -150,20 +151,6 @@ def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
 def _read_communication_dtype(top: Block) -> str | None:
     name = top.read("communication_data_type", read_enum, None, allowed=_DTYPES)
     return None if name is None else _DTYPES[name]
-
-
-def _read_loss_scale(fp16: Block) -> LossScaleConfig:
-    default = LossScaleConfig()
-    return LossScaleConfig(
-        static=fp16.read("loss_scale", read_float, default.static, minimum=0),
-        initial_scale_power=fp16.read(
-            "initial_scale_power", read_int, default.initial_scale_power, minimum=0, maximum=127
-        ),
-        window=fp16.read("loss_scale_window", read_int, default.window, minimum=1),
-        hysteresis=fp16.read("hysteresis", read_int, default.hysteresis, minimum=1),
-        min_scale=fp16.read("min_loss_scale", read_float, default.min_scale, minimum=0),
-        consecutive_hysteresis=fp16.read("consecutive_hysteresis", read_bool, default.consecutive_hysteresis),
-    )
 
 
 @dataclass(frozen=True)
@@ -246,25 +233,14 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
 
 def _read_zero_plus_plus(zero: _Zero, world_size: int) -> ZeroPlusPlusConfig:
     """Read the keys of ZeRO++, which change nothing on one rank."""
-    block, default = zero.block, ZeroPlusPlusConfig()
-    config = ZeroPlusPlusConfig(
-        quantized_weights=block.read("zero_quantized_weights", read_bool, default.quantized_weights),
-        quantized_nontrainable_weights=block.read(
-            "zero_quantized_nontrainable_weights", read_bool, default.quantized_nontrainable_weights
-        ),
-        node_ranks=max(1, block.read("zero_hpz_partition_size", read_int, default.node_ranks, minimum=0)),
-        quantized_gradients=block.read("zero_quantized_gradients", read_bool, default.quantized_gradients),
-    )
-    asked = {
-        "zero_quantized_weights": config.quantized_weights,
-        "zero_quantized_nontrainable_weights": config.quantized_nontrainable_weights,
-        "zero_quantized_gradients": config.quantized_gradients,
-        "zero_hpz_partition_size": config.node_ranks if config.node_ranks > 1 else 0,
-    }
-    for name, value in asked.items():
-        if value and zero.stage < 3:
+    block = zero.block
+    config = block.read_fields(ZeroPlusPlusConfig())
+    config = replace(config, node_ranks=max(1, config.node_ranks))
+    for name, key in own_keys(ZeroPlusPlusConfig):
+        value = getattr(config, name)
+        if value != getattr(ZeroPlusPlusConfig(), name) and zero.stage < 3:
             allowed = f"needs zero_optimization.stage 3, it is {zero.stage}"
-            raise ConfigError(block.dotted(name), value, allowed)
+            raise ConfigError(block.dotted(key.name), value, allowed)
     if world_size > 1 and world_size % config.node_ranks:
         allowed = f"ranks of a machine, by which the {world_size} ranks can be divided"
         raise ConfigError(block.dotted("zero_hpz_partition_size"), config.node_ranks, allowed)

@@ -114,12 +114,39 @@ class BatchConfig:
 class LossScaleConfig:
     """Loss scaling for fp16: `static` = 0.0 means dynamic (Micikevicius et al. 2018, section 3.2)."""
 
-    static: float = 0.0
-    initial_scale_power: int = 16
-    window: int = 1000
-    hysteresis: int = 2
-    min_scale: float = 1.0
-    consecutive_hysteresis: bool = False  # each good step restores the hysteresis, not the doubling alone
+    static: float = own_key(
+        0.0,
+        "a fixed loss scale, 0 for a dynamic one; {default} when absent",
+        read_float,
+        name="loss_scale",
+        minimum=0,
+    )
+    initial_scale_power: int = own_key(
+        16,
+        "the dynamic scale starts at 2 to this power; {default} when absent",
+        read_int,
+        minimum=0,
+        maximum=127,
+    )
+    window: int = own_key(
+        1000,
+        "good steps before the one with which the scale doubles; {default} when absent",
+        read_int,
+        name="loss_scale_window",
+        minimum=1,
+    )
+    hysteresis: int = own_key(
+        2, "overflows before the scale halves; {default} when absent", read_int, minimum=1
+    )
+    min_scale: float = own_key(
+        1.0, "the dynamic scale's floor; {default} when absent", read_float, name="min_loss_scale", minimum=0
+    )
+    consecutive_hysteresis: bool = own_key(
+        False,
+        "true: an overflow is forgotten with the next good step, not only when the scale doubles; {default} when "
+        "absent",
+        read_bool,
+    )
 
 
 @dataclass(frozen=True)
@@ -303,12 +330,32 @@ class AioConfig:
 class ZeroPlusPlusConfig:
     """Fewer bytes between the ranks of stage 3 (ZeRO++, arXiv 2306.10209)."""
 
-    quantized_weights: bool = False  # qwZ: weights are gathered as int8 codes
-    quantized_nontrainable_weights: bool = False  # those that do not train are
-    # hpZ: consecutive ranks, of one machine, that keep a copy of what was gathered for the next time; 1: none do.
-    node_ranks: int = 1
-    quantized_gradients: bool = (
-        False  # qgZ: gradients are reduced as int4 codes, within a machine and then across
+    node_ranks: int = own_key(  # hpZ
+        1,
+        "so many consecutive ranks, those of a machine, keep a copy of the weights of each unit from its first gather "
+        "in a step for the later ones; divides the number of ranks; 1 for none; {default} when absent; needs stage 3",
+        read_int,
+        name="zero_hpz_partition_size",
+        minimum=0,
+    )
+    quantized_weights: bool = own_key(  # qwZ
+        False,
+        "weights are gathered from the ranks as int8 codes, of half the bytes of bf16; needs stage 3",
+        read_bool,
+        name="zero_quantized_weights",
+    )
+    quantized_nontrainable_weights: bool = own_key(
+        False,
+        "the same for weights that do not train alone; needs stage 3. Their homes keep the exact ones",
+        read_bool,
+        name="zero_quantized_nontrainable_weights",
+    )
+    quantized_gradients: bool = own_key(  # qgZ
+        False,
+        "gradients are reduced as int4 codes, within a machine and then across machines, in a quarter of the bytes of "
+        "bf16; needs stage 3",
+        read_bool,
+        name="zero_quantized_gradients",
     )
 
 
