@@ -5,14 +5,14 @@ Nothing here imports torch.
 
 from offloadzero.config.load import (
     PARTITION_KEY,
+    create_nvme_directories,
     expect_partitionable,
     load_config,
     settle_for_initialize,
     settle_for_offload,
     with_unused_blocks,
 )
-from offloadzero.config.nvme_paths import create_nvme_directories
-from offloadzero.config.optimizer import UNRESOLVED
+from offloadzero.config.readers import UNRESOLVED
 from offloadzero.config.schema import (
     ActivationConfig,
     AioConfig,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offloadzero.config.declared import own_keys
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
 from offloadzero.config.readers import (
     any_enabled,
     is_auto,
+    own_keys,
     read_bool,
     read_float,
     read_mapping,

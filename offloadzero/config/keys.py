@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from offloadzero.config.declared import own_keys, shown
+from offloadzero.config.readers import own_keys, shown
 from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
     OPTIMIZERS,

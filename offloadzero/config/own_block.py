@@ -9,8 +9,7 @@ from types import MappingProxyType
 from offloadzero.config.block import Block
 from offloadzero.config.deepspeed import Reading
 from offloadzero.config.keys import OWN_KEYS
-from offloadzero.config.nvme_paths import read_nvme_paths
-from offloadzero.config.readers import AUTO, TIERS, read_enum, read_int, read_tier
+from offloadzero.config.readers import AUTO, TIERS, read_enum, read_int, read_nvme_paths, read_tier
 from offloadzero.config.schema import (
     ActivationConfig,
     ObserveConfig,

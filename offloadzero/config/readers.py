@@ -2,6 +2,11 @@
 
 JSON writers print large counts as floats (`5e8`, `0.9 * h * h`), so an integral float is an integer here;
 true and false are never numbers, but 0 and 1 are booleans where a boolean is expected, as in DeepSpeed.
+
+[Note: a key is its field]
+A field of the configuration that is made by `own_key` says all there is of its key: default, sentence, reader and
+bounds. The loader's table (`config/keys.py`), the reading (`Block.read_fields`) and the tables of docs/config.md (`make
+docs`) follow.
 """
 
 from __future__ import annotations
@@ -9,7 +14,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +44,7 @@ BYTE_UNITS: Mapping[str, int] = MappingProxyType(
 )
 
 AUTO = "auto"  # the Hugging Face Trainer resolves it before us
+UNRESOLVED = 'a number: "auto" is for the Hugging Face Trainer to resolve, and nobody has'
 
 # The largest count of samples, micro batches or threads: a larger one is a mistake, and no counter gets there.
 MAX_COUNT = 2**31 - 1
@@ -247,3 +255,82 @@ def read_device(key: str, value: object) -> str:
     if _DEVICE.fullmatch(text) is None:
         raise ConfigError(key, value, "allowed cpu, cuda, cuda:N")
     return text
+
+
+@dataclass(frozen=True)
+class NvmePath:
+    """One directory and the dotted key that asked for it."""
+
+    key: str
+    path: Path
+
+
+def read_nvme_paths(key: str, value: object) -> tuple[NvmePath, ...]:
+    """Read one path or a list of them, `~` expanded; an empty list is a ConfigError."""
+    if isinstance(value, (str, os.PathLike)):
+        return (NvmePath(key, read_path(key, value)),)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(key, value, "a directory, or a list of at least one")
+    keys = [f"{key}[{index}]" for index in range(len(value))]
+    return tuple(NvmePath(name, read_path(name, entry)) for name, entry in zip(keys, value, strict=True))
+
+
+# --- fields that declare their key ---
+
+_KEY = "key"
+
+
+@dataclass(frozen=True)
+class OwnKey:
+    """A key: its sentence, and the reader and bounds of its value; `read` None: the block's reader has it by name.
+
+    In the sentence `{default}` stands for the field's, and the name of a bound in braces for that bound.
+    `auto_is_absent` is KeySpec's.
+    """
+
+    name: str
+    note: str
+    read: Callable[..., Any] | None
+    bounds: Mapping[str, Any]
+    auto_is_absent: bool
+
+
+def own_key(
+    default: object,
+    note: str,
+    read: Callable[..., Any] | None = None,
+    *,
+    name: str = "",
+    auto_is_absent: bool = True,
+    **bounds: object,
+) -> Any:
+    """Declare a field of value `read(dotted key, value, **bounds)`, else `default`; `name` is the key's, if another."""
+    return field(default=default, metadata={_KEY: OwnKey(name, note, read, bounds, auto_is_absent)})
+
+
+def own_block(make: Callable[[], object], note: str, *, auto_is_absent: bool = True) -> Any:
+    """Declare a field that holds a block of keys; `make()` is the one without any."""
+    return field(default_factory=make, metadata={_KEY: OwnKey("", note, None, {}, auto_is_absent)})
+
+
+def own_keys(config_class: type) -> Iterator[tuple[str, OwnKey]]:
+    """Yield the name of each declared field and its key, whose sentence has the default in it."""
+    for each in fields(config_class):
+        key: OwnKey | None = each.metadata.get(_KEY)
+        if key is not None:
+            note = key.note
+            values = key.bounds if each.default is MISSING else {**key.bounds, "default": each.default}
+            for name, value in values.items():
+                note = note.replace(f"{{{name}}}", shown(value))
+            yield each.name, replace(key, name=key.name or each.name, note=note)
+
+
+def shown(default: object) -> str:
+    """Return a default as the sentences of keys have it: as JSON, without quotes or brackets."""
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return ", ".join(map(shown, default))
+    if isinstance(default, Enum):
+        return str(default.value)
+    return str(default).removesuffix(".0").replace("e-0", "e-")

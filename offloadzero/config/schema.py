@@ -2,7 +2,7 @@
 
 All sizes are in bytes unless a name says otherwise. Objects are built by `offloadzero.config.load_config`,
 which validates; nothing below re-checks what the loader has checked. A field made by `own_key` or `own_block` is a key
-of the `offloadzero` block, of which it says everything: [Note: a key is its field] in `declared.py`. DeepSpeed's keys
+of the `offloadzero` block, of which it says everything: [Note: a key is its field] in `readers.py`. DeepSpeed's keys
 set the others; they are in `keys.py`.
 """
 
@@ -15,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from offloadzero.config.declared import own_block, own_key
 from offloadzero.config.readers import (
+    own_block,
+    own_key,
     read_bool,
     read_bool_or_auto,
     read_cores,
@@ -40,6 +41,7 @@ from offloadzero.core.constants import (
     SPARED_CORES,
 )
 from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.errors import ConfigError
 
 # --- the optimizers that a configuration can name ---
 
@@ -108,6 +110,53 @@ class BatchConfig:
     gradient_accumulation_steps: int = 1
     managed: bool = True
     unresolved: tuple[str, ...] = ()
+
+
+TRAIN_BATCH = "train_batch_size"
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION_STEPS = "gradient_accumulation_steps"
+
+
+def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, world_size: int) -> BatchConfig:
+    """Fill in what is None. One size alone means one accumulation step; with none all sizes stay None.
+
+    Raises ConfigError where the train batch is not the product of the others and `world_size`.
+    """
+    if train is None:
+        if micro is None:
+            return BatchConfig(
+                None, None, BatchConfig.gradient_accumulation_steps if steps is None else steps
+            )
+        steps = BatchConfig.gradient_accumulation_steps if steps is None else steps
+        return BatchConfig(micro * steps * world_size, micro, steps)
+    if micro is None:
+        steps = BatchConfig.gradient_accumulation_steps if steps is None else steps
+        micro = _divide(
+            train,
+            by=steps * world_size,
+            product=f"{MICRO_BATCH} * {steps} ({ACCUMULATION_STEPS}) * {world_size} (ranks)",
+        )
+    elif steps is None:
+        steps = _divide(
+            train,
+            by=micro * world_size,
+            product=f"{micro} ({MICRO_BATCH}) * {ACCUMULATION_STEPS} * {world_size} (ranks)",
+        )
+    if micro * steps * world_size != train:
+        raise ConfigError(
+            TRAIN_BATCH,
+            train,
+            f"must equal {MICRO_BATCH} * {ACCUMULATION_STEPS} * ranks = {micro} * {steps} * {world_size}"
+            f" = {micro * steps * world_size}",
+        )
+    return BatchConfig(train, micro, steps)
+
+
+def _divide(train: int, *, by: int, product: str) -> int:
+    quotient, rest = divmod(train, by)
+    if rest or quotient < 1:
+        raise ConfigError(TRAIN_BATCH, train, f"must equal {product}: not a multiple of {by}")
+    return quotient
 
 
 @dataclass(frozen=True)

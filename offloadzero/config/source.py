@@ -133,11 +133,10 @@ def plain_values(source: Mapping[Any, Any] | Pairs) -> dict[str, Any]:
 
 
 class _Copier:
-    """Copies one source; counts its values and remembers the containers that it is inside of."""
+    """Copies one source and counts its values."""
 
     def __init__(self) -> None:
         self._num_values = 0
-        self._open: set[int] = set()
 
     def copy_object(self, key: str, source: Mapping[Any, Any] | Pairs, *, depth: int) -> dict[str, Any]:
         copied: dict[str, Any] = {}
@@ -167,19 +166,11 @@ class _Copier:
         return value
 
     def _copy_container(self, key: str, value: Any, *, depth: int) -> Any:
-        if id(value) in self._open:
-            raise ConfigError(key, value, "contains itself")
         if depth > MAX_DEPTH:
             raise ConfigError(key, value, f"nested too deeply: at most {MAX_DEPTH} levels")
-        self._open.add(id(value))
-        try:
-            if isinstance(value, (Mapping, Pairs)):
-                return self.copy_object(key, value, depth=depth)
-            return [
-                self._copy(f"{key}[{index}]", entry, depth=depth + 1) for index, entry in enumerate(value)
-            ]
-        finally:
-            self._open.discard(id(value))
+        if isinstance(value, (Mapping, Pairs)):
+            return self.copy_object(key, value, depth=depth)
+        return [self._copy(f"{key}[{index}]", entry, depth=depth + 1) for index, entry in enumerate(value)]
 
 
 def _check_scalar(key: str, value: object) -> None:

@@ -6,9 +6,8 @@ import operator
 from dataclasses import replace
 from typing import SupportsIndex
 
-from offloadzero.config.batch import resolve_batch
 from offloadzero.config.readers import MAX_COUNT, read_int
-from offloadzero.config.schema import BatchConfig
+from offloadzero.config.schema import BatchConfig, resolve_batch
 from offloadzero.errors import ConfigError, StateError
 
 

@@ -73,8 +73,8 @@ HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "a deep list": ({"optimizer": {"params": {"betas": deep_list(950)}}}, f"at most {MAX_DEPTH} levels"),
     "a deep dict": (json.loads('{"a":' * 900 + "1" + "}" * 900), f"at most {MAX_DEPTH} levels"),
-    "a cyclic dict": (cyclic(), r"zero_optimization\.offload_param = .*: contains itself"),
-    "a cyclic list": (cyclic_list(), r"offloadzero\.units\.patterns\[0\] = .*: contains itself"),
+    "a cyclic dict": (cyclic(), r"nested too deeply"),
+    "a cyclic list": (cyclic_list(), r"nested too deeply"),
     "a tower of shared lists": (shared(), f"more than {MAX_VALUES} values"),
     "a long list": (
         {"offloadzero": {"units": {"patterns": ["a"] * 10**5}}},

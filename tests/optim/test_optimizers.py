@@ -28,7 +28,7 @@ from offloadzero.checkpoint import states
 from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.config import load_config
 from offloadzero.config.keys import OWN_KEYS
-from offloadzero.config.optimizer import OPTIMIZERS
+from offloadzero.config.schema import OPTIMIZERS
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim import CPULion
