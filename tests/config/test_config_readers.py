@@ -39,7 +39,7 @@ READERS: Mapping[str, str] = {
     "PrecisionConfig.param_dtype": "engine.build",
     "PrecisionConfig.grad_accum_dtype": "planning.engine_plan",
     "OptimizerConfig.type": "api.engine",
-    "OptimizerConfig.params": "api.param_groups",
+    "OptimizerConfig.params": "api.optimizer",
     "SchedulerConfig.type": "api.deepspeed.schedule_by_name",
     "SchedulerConfig.params": "api.deepspeed.schedule_by_name",
     "BudgetConfig.device": "planning.memory_plan",
