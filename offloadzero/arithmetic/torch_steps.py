@@ -103,7 +103,7 @@ def torch_step(
     scales: Tensor | None,
     scratch: Tensor,
 ) -> None:
-    """`native.kernels.adam_step`, or with `scales` `native.compact.compact_adam_step`, in place.
+    """`native.kernels.adam_step`, or with `scales` `native.kernels.compact_adam_step`, in place.
 
     The flat tensors are of one device.
 

@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.buffers import (
-    can_hold,
-    expect_dense,
-    may_overlap,
-    persistent_buffers,
-    write_buffer,
-)
-from offloadzero.checkpoint.extra_state import described_tensors, settable, try_extra_state, whole_value
 from offloadzero.checkpoint.format.json_file import plain_scalar
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader
+from offloadzero.checkpoint.module_states import (
+    can_hold,
+    described_tensors,
+    expect_dense,
+    may_overlap,
+    persistent_buffers,
+    settable,
+    try_extra_state,
+    whole_value,
+    write_buffer,
+)
 from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.stored_states import write_states
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor

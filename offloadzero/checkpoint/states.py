@@ -33,8 +33,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.buffers import expect_dense, persistent_buffers
-from offloadzero.checkpoint.extra_state import read_extra_states
 from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, encode_manifest
 from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import (
@@ -49,6 +47,7 @@ from offloadzero.checkpoint.format.names import (
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.checkpoint.format.torch_file import TorchFileWriter
 from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
+from offloadzero.checkpoint.module_states import expect_dense, persistent_buffers, read_extra_states
 from offloadzero.checkpoint.partial import (
     PartialCheckpoint,
     alone_in,

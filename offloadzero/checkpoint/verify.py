@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from offloadzero.checkpoint.extra_state import described_tensors
 from offloadzero.checkpoint.format.manifest import HashingPool, check_file, check_size, read_manifest
 from offloadzero.checkpoint.format.meta import Meta, read_meta
 from offloadzero.checkpoint.format.names import (
@@ -38,6 +37,7 @@ from offloadzero.checkpoint.format.names import (
     is_unit_file,
 )
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorEntry
+from offloadzero.checkpoint.module_states import described_tensors
 from offloadzero.checkpoint.stored_states import codes_among, state_names, state_specs
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.buffers import write_buffer
+from offloadzero.checkpoint.module_states import write_buffer
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import ObserveConfig
 from offloadzero.errors import ConfigError

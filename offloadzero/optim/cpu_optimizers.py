@@ -16,8 +16,8 @@ from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE
 from offloadzero.config.schema import STATE_LAYOUTS
 from offloadzero.errors import ConfigError
 from offloadzero.native import kernels
-from offloadzero.native.compact import compact_adam_step
 from offloadzero.native.hyper import AdagradHyper, AdamHyper, LionHyper
+from offloadzero.native.kernels import compact_adam_step
 from offloadzero.optim import compact_tensors
 from offloadzero.optim.cpu_optimizer import CPUOptimizer, remainder_of
 

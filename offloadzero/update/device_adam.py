@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES, torch_step
-from offloadzero.native import compact, kernels
+from offloadzero.native import kernels
 from offloadzero.native.hyper import AdamHyper, StepScalars
 from offloadzero.optim import compact_tensors
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
@@ -71,7 +71,7 @@ def triton_step(
     master: Tensor | None,
     scales: Tensor | None,
 ) -> None:
-    """`native.kernels.adam_step`, or with `scales` `native.compact.compact_adam_step`, as one kernel on the device."""
+    """`native.kernels.adam_step`, or with `scales` `native.kernels.compact_adam_step`, as one kernel on the device."""
     from offloadzero.arithmetic import triton_adam
 
     if scales is None:
@@ -101,7 +101,7 @@ def adam_step(
 ) -> None:
     """Do one Adam step in place on flat tensors of one device; see `native.kernels.adam_step`.
 
-    With `scales` the state is compact: see `native.compact.compact_adam_step`.
+    With `scales` the state is compact: see `native.kernels.compact_adam_step`.
 
     Args:
         scratch: uint8, for the form in torch operations; allocated if None.
@@ -171,7 +171,7 @@ def _native_step(
             num_threads=num_threads,
         )
     else:
-        compact.compact_adam_step(
+        kernels.compact_adam_step(
             param,
             grad,
             master,
@@ -229,14 +229,14 @@ def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
         kernels.split_master(weights, param, master)
         return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     record = compact_tensors.flat_record(param, compact_tensors.zeros(param))
-    compact.compact_encode(weights, exp_avg, exp_avg_sq, *record)
+    kernels.compact_encode(weights, exp_avg, exp_avg_sq, *record)
     return dict(zip(("param", "master", "exp_avg", "exp_avg_sq", "scales"), record, strict=True))
 
 
 def _host_step(state: dict[str, Tensor], grad: Tensor, step: int) -> None:
     param, master, exp_avg, exp_avg_sq = (state[k] for k in ("param", "master", "exp_avg", "exp_avg_sq"))
     if "scales" in state:
-        compact.compact_adam_step(
+        kernels.compact_adam_step(
             param,
             grad,
             master,

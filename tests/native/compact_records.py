@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.core.constants import COMPACT_BLOCK, num_scales
-from offloadzero.native import compact, kernels
+from offloadzero.native import kernels
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 
@@ -40,7 +40,7 @@ class Record:
     @staticmethod
     def of(master: Tensor, m: Tensor, v: Tensor, **kwargs: object) -> Record:
         record = Record.empty(master.numel())
-        compact.compact_encode(master, m, v, *record.tensors(), **kwargs)
+        kernels.compact_encode(master, m, v, *record.tensors(), **kwargs)
         return record
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -54,11 +54,11 @@ class Record:
         return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
 
     def step(self, grad: Tensor, **kwargs: object) -> None:
-        compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
+        kernels.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
 
     def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         out = tuple(torch.empty(self.param.numel()) for _ in range(3))
-        compact.compact_decode(*self.tensors(), *out, **kwargs)
+        kernels.compact_decode(*self.tensors(), *out, **kwargs)
         return out
 
     def assert_same_bytes(self, other: Record) -> None:

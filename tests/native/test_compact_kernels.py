@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offloadzero.core.constants import COMPACT_BLOCK, COMPACT_BYTES_PER_PARAM
 from offloadzero.errors import ConfigError
-from offloadzero.native import compact
+from offloadzero.native import kernels
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 from tests.native.compact_records import ADAMW, FLOATS, ISAS, L2, Record, make_grad, make_state, place
@@ -484,7 +484,7 @@ def _change(name: str, bad: Tensor) -> Callable[[], object]:
             "exp_avg_sq_u8": record.exp_avg_sq,
             "scales": record.scales,
         }
-        return compact.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
+        return kernels.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
 
     return call
 

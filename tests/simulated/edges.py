@@ -28,7 +28,7 @@ from offloadzero.activations import homes as activation_homes
 from offloadzero.activations import store as activations
 from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
-from offloadzero.native import compact, kernels
+from offloadzero.native import kernels
 from offloadzero.streaming import executor, unit_changes
 from offloadzero.update import delivery, edits
 from tests.simulated.memory import is_own_work
@@ -49,6 +49,7 @@ KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
         "lion_step": ("grad",),
         "adagrad_step": ("grad",),
         "sgd_step": ("grad",),
+        "compact_adam_step": ("grad",),
         "sq_norm": ("grad",),
         "sq_norms": ("grad",),
         "accumulate": ("grad",),
@@ -56,7 +57,6 @@ KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
         "join_master": ("param_bf16", "remainder_i16"),
         "copy": ("src",),
     },
-    compact: {"compact_adam_step": ("grad",)},
 }
 _FILES_START = 1 << 60  # no memory has such addresses
 

@@ -127,9 +127,8 @@ class Records:
         from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, REMAINDER_DTYPE
         from offloadzero.core.constants import num_scales
         from offloadzero.memory.arena import Arena, allocate_host, staggered
-        from offloadzero.native.compact import compact_encode
         from offloadzero.native.hyper import AdamHyper
-        from offloadzero.native.kernels import split_master
+        from offloadzero.native.kernels import compact_encode, split_master
 
         self.num_params = num_params
         self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -160,8 +159,7 @@ class Records:
     def adam(self, layout: str, isa: Any, num_threads: int, *, what: str = "ours") -> tuple[Case, Sample]:
         """Return the case of one step of a layout. Data in the cache are timed over many calls."""
         from offloadzero.core.constants import COMPACT_BYTES_PER_PARAM
-        from offloadzero.native.compact import compact_adam_step
-        from offloadzero.native.kernels import adam_step
+        from offloadzero.native.kernels import adam_step, compact_adam_step
 
         options: dict[str, Any] = {"hyper": self.hyper, "step": 10, "isa": isa, "num_threads": num_threads}
 
