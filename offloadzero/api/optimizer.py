@@ -8,6 +8,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
@@ -35,6 +36,8 @@ from offloadzero.update.spec import AnySpec, Hyper
 from offloadzero.update.specs import known_classes_text, spec_of, spec_of_type
 
 log = logging.getLogger("offloadzero")
+
+ACCELERATE_MARK = "_is_accelerate_prepared"  # what its prepare() leaves as it is
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
 
@@ -86,6 +89,10 @@ def _offload(
         offloaded.runtime.undo()
         raise
     offloaded.runtime.forget_gradients()
+    if settings.world_size > 1:
+        # accelerate's prepare(), and with it the Trainer of transformers, would wrap it in DistributedDataParallel.
+        model.__dict__[ACCELERATE_MARK] = True
+        offloaded.runtime.on_restore.append(partial(model.__dict__.pop, ACCELERATE_MARK))
     return model, offloaded
 
 

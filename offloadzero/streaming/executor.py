@@ -215,8 +215,8 @@ class Executor:
         wrapper = active_ddp_module()
         if wrapper is not None and any(id(param) in self._params for param in wrapper.module.parameters()):
             allowed = (
-                "the module in it: its gradients are averaged over the ranks here. Frameworks that wrap the model so "
-                "(accelerate's prepare(), the Trainer of transformers) do not train it over several ranks"
+                "the module in it: its gradients are averaged over the ranks here. accelerate's prepare() and the "
+                "Trainer of transformers leave a model unwrapped that offload() got before them"
             )
             raise ConfigError("model", type(wrapper).__name__, allowed)
         if not self.is_evaluating:

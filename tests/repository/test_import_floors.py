@@ -20,6 +20,7 @@ FLOORS: Mapping[str, int] = {
     "": 7,
     "cli": 7,
     "__main__": 7,
+    "integrations": 7,
     "ops": 7,
     "api": 6,
     "zero": 6,

@@ -1,0 +1,315 @@
+"""Fine-tune a Hugging Face model on text or on a JSONL file, all of it or adapters (LoRA), whatever fits where.
+
+python examples/finetune.py --model DIR --data FILE --output DIR [--lora 16] [--config FILE]
+torchrun --nproc-per-node 2 examples/finetune.py --model DIR --data FILE --output DIR
+
+--model is a folder that `from_pretrained` loads. A line of a JSONL file has "text", "prompt" and "completion" (the
+completion alone is trained on), or "messages" for the tokenizer's chat template; any other file, and all files of a
+folder, are text. Without --config states go where they fit: device, host memory, then files in --offload-files.
+Ctrl-C saves after the running step, and the same command goes on from there. At the end --output holds a folder that
+`from_pretrained` loads; with --lora the adapters, which PEFT loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+import offloadzero
+
+IGNORED = -100  # a label that the losses of transformers leave out
+INTERRUPTED = 130
+MASKED_SHARE = 0.15
+LINE_STEPS = 10  # a line each so many, where there is no terminal for a bar
+HELD_OUT = 20  # one of so many blocks is for evaluation
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0, 1 where something was refused or failed, 130 after Ctrl-C."""
+    args = parse_arguments(given)
+    try:
+        return finetune(args)
+    except (offloadzero.OffloadError, OSError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def finetune(args: argparse.Namespace) -> int:
+    offloadzero.init_distributed()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    blocks = Blocks(args.data, tokenizer, args.seq_len)
+    config = json.loads(args.config.read_text()) if args.config else default_config(args)
+    engine = build(args, config, blocks)
+    try:
+        is_interrupted = train(engine, blocks, args)
+        if not is_interrupted:
+            save(engine, tokenizer, args)
+    finally:
+        engine.close()
+    return INTERRUPTED if is_interrupted else 0
+
+
+def default_config(args: argparse.Namespace) -> dict[str, Any]:
+    """bf16, AdamW, clipping, recomputed activations; states wherever the memory that is free allows."""
+    files = {"device": "nvme", "nvme_path": str(args.offload_files or args.output / "offload-files")}
+    Path(files["nvme_path"]).mkdir(parents=True, exist_ok=True)
+    return {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_accumulation_steps": args.accumulation,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.0}},
+        "zero_optimization": {"stage": 3, "offload_param": files, "offload_optimizer": files},
+        "offloadzero": {"placement": "auto", "activation_checkpoints": {}},
+    }
+
+
+def build(args: argparse.Namespace, config: dict[str, Any], blocks: Blocks) -> Any:
+    """Load the model straight to the homes of its weights, put adapters on, and make the engine."""
+    torch.manual_seed(args.seed)
+    about = transformers.AutoConfig.from_pretrained(args.model)
+    blocks.is_masked = any(name.endswith("ForMaskedLM") for name in about.architectures or ())
+    kind = transformers.AutoModelForMaskedLM if blocks.is_masked else transformers.AutoModelForCausalLM
+    with offloadzero.zero.Init(config_dict_or_path=config):
+        model = kind.from_pretrained(args.model, dtype="auto")
+    if args.lora:
+        import peft
+
+        task = None if blocks.is_masked else "CAUSAL_LM"
+        adapters = peft.LoraConfig(
+            r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type=task
+        )
+        model = peft.get_peft_model(model, adapters)
+    model.train()
+    engine = offloadzero.initialize(model=model, config=config)[0]
+    if engine.global_rank == 0:
+        print(engine.memory_table(), flush=True)
+    return engine
+
+
+class Blocks:
+    """The data as blocks of `seq_len` tokens, each example after the other with the tokenizer's end between them."""
+
+    def __init__(self, path: Path, tokenizer: Any, seq_len: int) -> None:
+        self._tokenizer = tokenizer
+        self.is_masked = False
+        ids: list[int] = []
+        labels: list[int] = []
+        for tokens, first_trained in examples(path, tokenizer):
+            ids += tokens
+            labels += [IGNORED] * first_trained + tokens[first_trained:]
+        num_blocks = len(ids) // seq_len
+        if num_blocks < 2:
+            raise ValueError(f"{path}: {len(ids)} tokens, --seq-len {seq_len} needs twice as many at least")
+        shape = (num_blocks, seq_len)
+        self._ids = torch.tensor(ids[: num_blocks * seq_len]).view(shape)
+        self._labels = torch.tensor(labels[: num_blocks * seq_len]).view(shape)
+        is_held_out = torch.arange(num_blocks) % HELD_OUT == min(HELD_OUT, num_blocks) - 1
+        self._train, self._held_out = (~is_held_out).nonzero()[:, 0], is_held_out.nonzero()[:, 0]
+
+    def __len__(self) -> int:
+        """The blocks that are trained on."""
+        return len(self._train)
+
+    def batch(self, first: int, size: int, seed: int) -> dict[str, Tensor]:
+        """Blocks `first` to `first + size` of an endless row of epochs, each in an order of its own."""
+        chosen = []
+        for position in range(first, first + size):
+            epoch, place = divmod(position, len(self))
+            order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
+            chosen.append(self._train[order[place]])
+        return self._inputs(torch.stack(chosen), seed + first)
+
+    def held_out(self, size: int, rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
+        """Each rank's batches of the held-out blocks: as many on all ranks."""
+        batches = self._held_out.split(size)
+        for index in range(-(-len(batches) // world_size)):
+            yield self._inputs(batches[(index * world_size + rank) % len(batches)], index)
+
+    def _inputs(self, chosen: Tensor, seed: int) -> dict[str, Tensor]:
+        ids, labels = self._ids[chosen], self._labels[chosen]
+        if self.is_masked:
+            is_masked = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < MASKED_SHARE
+            labels = labels.masked_fill(~is_masked, IGNORED)
+            ids = ids.masked_fill(is_masked, self._tokenizer.mask_token_id)
+        return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+def examples(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
+    """The tokens of each example, and the number of the first that is trained on."""
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    end_ids = [] if end is None else [end]
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if path.suffix != ".jsonl":
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                yield encode(file.read_text(errors="replace")) + end_ids, 0
+        return
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        row = json.loads(line)
+        if "messages" in row:
+            yield encode(tokenizer.apply_chat_template(row["messages"], tokenize=False)) + end_ids, 0
+        elif "prompt" in row and "completion" in row:
+            prompt = encode(row["prompt"])
+            yield prompt + encode(row["completion"]) + end_ids, len(prompt)
+        elif "text" in row:
+            yield encode(row["text"]) + end_ids, 0
+        else:
+            allowed = '"text", "prompt" and "completion", or "messages"'
+            raise ValueError(f"{path}:{number}: has {', '.join(row)}, and not {allowed}")
+
+
+def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
+    """Train up to the last step, from a checkpoint where there is one. True if Ctrl-C ended it: all is saved then."""
+    checkpoints = args.output / "checkpoints"
+    engine.load_checkpoint(str(checkpoints))
+    size, num_micro_batches = (
+        engine.train_micro_batch_size_per_gpu() or 1,
+        engine.gradient_accumulation_steps(),
+    )
+    num_steps = args.steps or -(-len(blocks) * args.epochs // (size * num_micro_batches * engine.world_size))
+    is_first = engine.global_rank == 0
+    is_shown = is_first and sys.stderr.isatty()
+    bar = tqdm(total=num_steps, initial=engine.global_steps, unit="step", disable=not is_shown)
+    with stopping_after_step() as is_asked, bar:
+        while engine.global_steps < num_steps:
+            set_rate(engine, args.lr, num_steps)
+            position = engine.micro_steps * size * engine.world_size + engine.global_rank * size
+            total = torch.zeros((), device=engine.device)
+            for micro in range(num_micro_batches):
+                first = position + micro * size * engine.world_size
+                total += backward(engine, blocks.batch(first, size, args.seed))
+            mean_loss, num_asked = over_ranks(engine, total / num_micro_batches, is_asked())
+            loss = f"loss {mean_loss / engine.world_size:.4f}"
+            bar.set_postfix_str(loss, refresh=False)
+            bar.update()
+            if is_first and not is_shown and engine.global_steps % LINE_STEPS == 0:
+                print(f"step {engine.global_steps}/{num_steps}: {loss}", flush=True)
+            is_last = engine.global_steps == num_steps
+            if is_last or (args.eval_every and engine.global_steps % args.eval_every == 0):
+                held_out = evaluate(engine, blocks, size)
+                if is_first:
+                    tqdm.write(f"step {engine.global_steps}/{num_steps}: evaluation loss {held_out:.4f}")
+            if not is_last and (num_asked or engine.global_steps % args.save_every == 0):
+                engine.save_checkpoint(str(checkpoints), tag="last")
+            if num_asked and not is_last:
+                if is_first:
+                    tqdm.write(
+                        f"stopped after step {engine.global_steps}: the same command goes on from there"
+                    )
+                return True
+    return False
+
+
+def backward(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def set_rate(engine: Any, lr: float, num_steps: int) -> None:
+    """A linear warm-up over a thirtieth of the steps, then down to a tenth."""
+    done, warm_up = engine.global_steps, max(1, num_steps // 30)
+    factor = min((done + 1) / warm_up, 1 - 0.9 * done / num_steps)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr * factor
+
+
+@torch.no_grad()
+def evaluate(engine: Any, blocks: Blocks, size: int) -> float:
+    """The mean loss of the held-out blocks."""
+    engine.eval()
+    losses = []
+    for batch in blocks.held_out(size, engine.global_rank, engine.world_size):
+        losses.append(engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss)
+    engine.train()
+    return over_ranks(engine, torch.stack(losses).mean())[0] / engine.world_size
+
+
+def over_ranks(engine: Any, *values: Tensor | float) -> list[float]:
+    """The sum of each value over the ranks."""
+    sums = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float32, device=engine.device) for value in values]
+    )
+    if engine.world_size > 1:
+        torch.distributed.all_reduce(sums)
+    return sums.tolist()
+
+
+def save(engine: Any, tokenizer: Any, args: argparse.Namespace) -> None:
+    """Write what `from_pretrained` loads; the weights go one by one, so that they need no memory."""
+    model = engine.module
+    if args.lora:
+        adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        if engine.global_rank == 0:
+            model.save_pretrained(args.output, state_dict=adapters)
+    else:
+        engine.save_16bit_model(args.output)
+        if engine.global_rank == 0:
+            model.config.save_pretrained(args.output)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(args.output)
+    if engine.global_rank == 0:
+        tokenizer.save_pretrained(args.output)
+        print(f"saved to {args.output}")
+
+
+@contextmanager
+def stopping_after_step() -> Iterator[Any]:
+    """Ctrl-C is noted once, and raised the second time."""
+    asked = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder that from_pretrained loads")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL, text, or a folder of text files")
+    parser.add_argument("--output", type=Path, required=True, help="folder that is written")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--config", type=Path, help="JSON configuration (DeepSpeed's keys)")
+    parser.add_argument(
+        "--offload-files", type=Path, help="folder on an NVMe drive for what memory cannot hold"
+    )
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="in the place of --epochs")
+    parser.add_argument("--micro-batch", type=int, default=1, help="blocks per rank at a time")
+    parser.add_argument("--accumulation", type=int, default=8, help="micro batches per step")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--eval-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--save-every", type=int, default=500, metavar="STEPS")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""examples/finetune.py: against a plain loop, interrupted and resumed, adapters, two ranks, and what it reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils import clip_grad_norm_
+
+from tests.support.tiny import script_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import finetune  # noqa: E402
+
+STEPS, LR, SEQ_LEN = 6, 1e-3, 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama as the hub has them, with a tokenizer, and data.txt beside it."""
+    made = tmp_path_factory.mktemp("model")
+    (made / "data.txt").write_text(text := Path(textwrap.__file__).read_text())
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokens.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>", "<mask>"], initial_alphabet=alphabet),
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token="</s>", mask_token="<mask>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(made)
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=304, tie_word_embeddings=True, **size)
+    transformers.LlamaForCausalLM(config).save_pretrained(made)
+    return made
+
+
+def config_file(path: Path, **own: Any) -> Path:
+    """fp32, all on NVMe."""
+    files = {"device": "nvme", "nvme_path": str(path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        "zero_optimization": {"stage": 3, "offload_param": files, "offload_optimizer": files},
+        "offloadzero": {"device": "cpu"},
+    }
+    (path / "config.json").write_text(json.dumps({**config, **own}))
+    return path / "config.json"
+
+
+def arguments(folder: Path, output: Path, *more: str) -> list[str]:
+    given = {"model": folder, "data": folder / "data.txt", "output": output, "steps": STEPS}
+    given |= {"lr": LR, "seq-len": SEQ_LEN}
+    return [f"--{name}={value}" for name, value in given.items()] + list(more)
+
+
+def plain_loop(folder: Path, *, world_size: int = 1) -> dict[str, torch.Tensor]:
+    """The same in plain torch, resident."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    blocks = finetune.Blocks(folder / "data.txt", tokenizer, SEQ_LEN)
+    window = 4 * world_size
+    for step in range(STEPS):
+        inputs = blocks.batch(step * window, window, 0)
+        model(**inputs).loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = LR * (1 - 0.9 * step / STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+def expect_close(saved: Path, expected: dict[str, torch.Tensor]) -> None:
+    loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(saved).named_parameters())
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(loaded[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_saved_folder_is_what_a_plain_loop_trains(folder: Path, tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    assert finetune.main(arguments(folder, tmp_path / "out", f"--config={config}")) == 0
+    expect_close(tmp_path / "out", plain_loop(folder))
+
+
+@pytest.mark.parametrize("more", [(), ("--lora=2",)], ids=["full", "lora"])
+def test_ctrl_c_and_the_same_command_again_is_one_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """Bitwise, with the default configuration (bf16, placement by what is free)."""
+    if more:
+        pytest.importorskip("peft")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    more = (*more, "--accumulation=2")
+    assert finetune.main(arguments(folder, whole, *more)) == 0
+    backward = finetune.backward
+    calls = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # in the third step
+            signal.raise_signal(signal.SIGINT)
+        return backward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "backward", interrupted)
+        assert finetune.main(arguments(folder, broken, *more)) == finetune.INTERRUPTED
+    assert calls == 6
+    monkeypatch.setattr(finetune, "backward", lambda *args: (calls_after.append(0), backward(*args))[1])
+    calls_after: list[int] = []
+    assert finetune.main(arguments(folder, broken, *more)) == 0
+    assert len(calls_after) == 2 * (STEPS - 3)
+    (name,) = (path.name for path in whole.glob("*.safetensors"))
+    expected, found = load_file(whole / name), load_file(broken / name)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_adapters_alone_are_trained_and_saved(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    assert finetune.main(arguments(folder, tmp_path, "--lora=2", "--accumulation=1")) == 0
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert not (tmp_path / "model.safetensors").exists()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    second = [value for name, value in loaded.named_parameters() if "lora_B" in name]
+    assert len(second) == 7 * 3
+    assert all(value.abs().max() > 0 for value in second), "they begin at zero"
+
+
+def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "examples" / "finetune.py"), *arguments(folder, tmp_path / "out")]
+    run = subprocess.run(
+        [*command, f"--config={config}"],
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"step {STEPS}/{STEPS}: evaluation loss" in run.stdout + run.stderr
+    expect_close(tmp_path / "out", plain_loop(folder, world_size=2))
+
+
+def test_the_script_of_the_page(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "fine-tuning.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    config_file(tmp_path)
+    (tmp_path / "model").symlink_to(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    blocks = finetune.Blocks(folder / "data.txt", tokenizer, SEQ_LEN)
+    batches = [blocks.batch(2 * position, 2, 0) for position in range(4)]
+    names: dict[str, Any] = {"batches": batches}
+    exec(compile(script, "fine-tuning.md", "exec"), names)
+    names["engine"].close()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+    assert loaded(**batches[0]).loss < loaded.from_pretrained("model")(**batches[0]).loss
+
+
+def test_what_is_read_of_a_jsonl_file(folder: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows: list[dict[str, Any]] = [
+        {"text": "one"},
+        {"prompt": "two: ", "completion": "three"},
+        {"messages": [{"role": "user", "content": "four"}]},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    found = list(finetune.examples(data, tokenizer))
+    assert [tokenizer.decode(ids) for ids, _ in found] == ["one</s>", "two: three</s>", "user: four</s>"]
+    assert [tokenizer.decode(ids[first:]) for ids, first in found] == [
+        "one</s>",
+        "three</s>",
+        "user: four</s>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a"}\n{"body": "b"}', 'data.jsonl:2: has body, and not "text", "prompt"'),
+        ('{"text": "a"}', "data.jsonl: 2 tokens, --seq-len 32 needs twice as many at least"),
+    ],
+)
+def test_data_that_cannot_be_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(text)
+    assert finetune.main([*arguments(folder, tmp_path), f"--data={data}"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_masked_language_model(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    source = tmp_path / "bert"
+    transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=304, **size)).save_pretrained(source)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(source)
+    given = arguments(folder, tmp_path / "out", "--accumulation=1")
+    assert finetune.main([*given, f"--model={source}"]) == 0
+    before, after = (
+        transformers.BertForMaskedLM.from_pretrained(path, dtype=torch.float32)
+        for path in (source, tmp_path / "out")
+    )
+    changed = [
+        name
+        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not torch.equal(old, new)
+    ]
+    assert "cls.predictions.bias" in changed
+    assert len(changed) > 30
