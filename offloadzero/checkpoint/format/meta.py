@@ -101,7 +101,15 @@ def read_meta(checkpoint: Path) -> Meta:
     values = read_mark(checkpoint)
     for key in filter(values.__contains__, _PLAIN):
         values[key] = _decode(values, key, path)
-    get = _Fields(values, path)
+
+    def get(key: str, parse: Callable[[Any], T]) -> T:
+        if key not in values:
+            raise CheckpointError(f"{path}: {key} is missing")
+        try:
+            return parse(values[key])
+        except _WrongTypeError as error:
+            raise CheckpointError(f"{path}: {key} = {_short(values[key])}: {error}") from None
+
     return Meta(
         global_steps=get("global_steps", _count),
         micro_steps=get("micro_steps", _count),
@@ -145,23 +153,6 @@ def _short(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-class _Fields:
-    """Reads fields by name and type."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        self._values = values
-        self._path = path
-
-    def __call__(self, key: str, parse: Callable[[Any], T]) -> T:
-        if key not in self._values:
-            raise CheckpointError(f"{self._path}: {key} is missing")
-        try:
-            return parse(self._values[key])
-        except _WrongTypeError as error:
-            shown = _short(self._values[key])
-            raise CheckpointError(f"{self._path}: {key} = {shown}: {error}") from None
 
 
 class _WrongTypeError(Exception):
