@@ -25,10 +25,10 @@ from offloadzero.cli.output import (
     print_lines,
     read_seconds,
     save_json,
-    size_text,
     text_table,
 )
 from offloadzero.config.readers import read_num_bytes
+from offloadzero.observe.texts import size_text
 from offloadzero.planning.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:

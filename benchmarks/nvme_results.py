@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offloadzero.cli.bench.points import Point, Traffic, medians_by_point
-from offloadzero.cli.bench.results import FORMAT, FORMAT_VERSION, SWEEP_PHASES
-from offloadzero.cli.output import print_lines, size_text, text_table
+from offloadzero.cli.bench.results import FORMAT, FORMAT_VERSION, SWEEP_PHASES, medians_by_point
+from offloadzero.cli.bench.traffic import Point, Traffic
+from offloadzero.cli.output import print_lines, text_table
+from offloadzero.observe.texts import size_text
 from offloadzero.planning.result_file import load_json
 
 _TRAFFIC = (("read", "Sequential read"), ("write", "Sequential write"), ("mixed", "Optimizer step (1 : 1)"))

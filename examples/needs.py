@@ -16,11 +16,11 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import DTYPES, plan_records
 from offloadzero.planning.machine import available_host_bytes, host_bytes_before
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
-    format_bytes,
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )

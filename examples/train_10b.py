@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
-from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.bound import StepReport
 
 GIB = 1 << 30
 CONFIG = Path(__file__).parent / "configs" / "ten_billion.json"

@@ -17,7 +17,7 @@ from torch import nn
 from offloadzero.api.optimizer import ConfigSource
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
 from offloadzero.core import launch
-from offloadzero.core.interrupts import UninterruptedThroughout, uninterrupted_from_start
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.process_group import telling_others
 from offloadzero.engine.runtime import Runtime, runtime_of
@@ -353,15 +353,19 @@ class GatheredParameters:
                 self._blocks.append(block)  # first: an interrupt may find it entered
                 block.enter()
         except BaseException:  # the parameters do not fit together: none may stay behind
-            with UninterruptedThroughout():
-                for block in reversed(self._blocks):
-                    block.give_up()
-                self._blocks = []
-                self._spill_built()
-                if self._lent is not None:
-                    self._lent.put_back()
-                    self._lent = None
+            self._give_up()
             raise
+
+    @uninterrupted_throughout
+    def _give_up(self) -> None:
+        """Put all parameters away that are still gathered; their changes are dropped."""
+        for block in reversed(self._blocks):
+            block.give_up()
+        self._blocks = []
+        self._spill_built()
+        if self._lent is not None:
+            self._lent.put_back()
+            self._lent = None
 
     def _restore(self, param: nn.Parameter) -> None:
         """Bring back a parameter of a model that is not offloaded yet, and whole on this rank."""
@@ -380,25 +384,21 @@ class GatheredParameters:
         self._lent = LentParameters(self._modifier_rank)
         self._lent.lend(params)
 
-    @uninterrupted_from_start
+    @uninterrupted_throughout
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with UninterruptedThroughout():
-            try:
-                changed, failure = self._leave()
-                lent, self._lent = self._lent, None
-                if lent is not None:
-                    changed += lent.take_back(after=error)
-                for built in self._built:
-                    if not self._may_edit and not torch.equal(built.value, built.param.data):
-                        changed.append(built.origin.name)
-                        built.param.data = built.value
-            finally:  # an interrupt in a wait for other ranks: no parameter may stay behind
-                if self._lent is not None:
-                    self._lent.put_back()
-                    self._lent = None
-                self._spill_built()
+        try:
+            changed, failure = self._leave()
+            lent, self._lent = self._lent, None
+            if lent is not None:
+                changed += lent.take_back(after=error)
+            for built in self._built:
+                if not self._may_edit and not torch.equal(built.value, built.param.data):
+                    changed.append(built.origin.name)
+                    built.param.data = built.value
+        finally:  # an interrupt in a wait for other ranks: no parameter may stay behind
+            self._give_up()
         if error is not None:
             return
         if failure is not None:
@@ -423,16 +423,11 @@ class GatheredParameters:
         """
         changed: list[str] = []
         failure: OffloadError | None = None
-        try:
-            while self._blocks:
-                try:
-                    changed += self._blocks.pop().leave()
-                except OffloadError as error:
-                    failure = failure or error
-        finally:  # an interrupt in a wait for other ranks: no parameter may stay behind
-            for block in self._blocks:
-                block.give_up()
-            self._blocks = []
+        while self._blocks:
+            try:
+                changed += self._blocks.pop().leave()
+            except OffloadError as error:
+                failure = failure or error
         return changed, failure
 
 

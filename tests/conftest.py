@@ -109,16 +109,6 @@ def never_hang(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_section_is_left() -> Iterator[None]:
-    """A section of `uninterrupted` that a test left open would hold back the interrupts of all tests after it."""
-    yield
-    if "offloadzero.core.interrupts" in sys.modules:
-        from tests.support.sections import end_those_left
-
-        assert not end_those_left()
-
-
-@pytest.fixture(autouse=True)
 def same_seed() -> None:
     """What a test draws does not depend on the tests before it."""
     import torch  # not above: the process that hands out tests to workers runs none

@@ -29,7 +29,7 @@ from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
 
 
 class InputSpace(Protocol):

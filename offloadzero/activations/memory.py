@@ -30,8 +30,8 @@ from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, align_up, alloca
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.slots import Slots
-from offloadzero.planning.inputs import INPUT_BYTES_KEY
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.homes import INPUT_BYTES_KEY
 
 
 @dataclass(frozen=True, eq=False)

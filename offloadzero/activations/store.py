@@ -55,7 +55,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.inputs import MIN_BYTES, input_key, may_leave
+from offloadzero.planning.homes import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.machine import available_host_bytes
 
 NUM_SENDING = 2  # inputs whose device memory is held for their copies

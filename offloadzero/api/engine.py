@@ -24,8 +24,8 @@ from offloadzero.core.segments import TierName
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.observe.bound import StepReport
 from offloadzero.observe.collectives import CollectiveCount
-from offloadzero.observe.step_report import StepReport
 
 log = logging.getLogger("offloadzero")
 
@@ -107,6 +107,7 @@ class Engine:
         self._coordinator.begin_window()
         return optimizer.scale(loss)
 
+    @uninterrupted
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At an accumulation boundary: update the weights and advance the learning-rate schedule.
 
@@ -127,33 +128,33 @@ class Engine:
                     "initialize(), and step it yourself",
                 )
         # The schedule advances together with `global_steps`: code that reads it after an interrupt relies on that.
-        with uninterrupted:
-            self._advance_schedule()
-            self._coordinator.expect_whole()
-            if not self._accumulation.closes_step:
-                self._accumulation.take()
-                return
-            optimizer.step()
+        self._advance_schedule()
+        self._coordinator.expect_whole()
+        if not self._accumulation.closes_step:
             self._accumulation.take()
-            self._schedule_due = None if self.lr_scheduler is None else dict(lr_kwargs or {})
-            self._advance_schedule()
+            return
+        optimizer.step()
+        self._accumulation.take()
+        self._schedule_due = None if self.lr_scheduler is None else dict(lr_kwargs or {})
+        self._advance_schedule()
         every = self._runtime.config.steps_per_print
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
 
     _schedule_due: dict[str, Any] | None = None  # what the schedule's own step() is given for the last step
 
+    @uninterrupted
     def _advance_schedule(self) -> None:
         """Advance the schedule for a step that it has not seen: fp16 waits for the decision, and may be interrupted."""
         if self._schedule_due is None:
             return
-        with uninterrupted:
-            may_skip = self._runtime.config.precision.param_dtype == "fp16"
-            applied = not may_skip or self.was_step_applied()
-            due, self._schedule_due = self._schedule_due, None
-            if applied and due is not None:
-                self.lr_scheduler.step(**due)
+        may_skip = self._runtime.config.precision.param_dtype == "fp16"
+        applied = not may_skip or self.was_step_applied()
+        due, self._schedule_due = self._schedule_due, None
+        if applied and due is not None:
+            self.lr_scheduler.step(**due)
 
+    @uninterrupted
     def zero_grad(self) -> None:
         """Drop gradients that no step has used, also those of a backward that did not finish.
 
@@ -167,9 +168,8 @@ class Engine:
         """
         if self.optimizer is not None:
             num_dropped = self._accumulation.num_taken
-            with uninterrupted:
-                self.optimizer.zero_grad()
-                self._accumulation.restart()
+            self.optimizer.zero_grad()
+            self._accumulation.restart()
             if num_dropped and not self._has_dropped:
                 self._has_dropped = True
                 log.warning(_DROPPED, num_dropped, self.gradient_accumulation_steps())

@@ -25,9 +25,10 @@ from offloadzero.core.torch_private import add_param_group
 from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.bound import StepReport
+from offloadzero.observe.texts import format_bytes
 from offloadzero.parameters.dtensors import expect_no_dtensors
-from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
+from offloadzero.planning.memory_plan import with_kept_gradients
 from offloadzero.step.script.scaled_losses import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
@@ -330,15 +331,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with uninterrupted:
-            through("step.step", self.runtime.coordinator.step)()
-            if self._scaled is not None:
-                self._scaled.end_step()
-            self.has_stepped = True
-            if self.origin is not None:
-                # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
-                self.origin._opt_called = True  # type: ignore[attr-defined]
+        self._apply()
         return loss
+
+    @uninterrupted
+    def _apply(self) -> None:
+        through("step.step", self.runtime.coordinator.step)()
+        if self._scaled is not None:
+            self._scaled.end_step()
+        self.has_stepped = True
+        if self.origin is not None:
+            # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
+            self.origin._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those of a backward that did not finish; or make them zero.

@@ -36,9 +36,9 @@ class _State:
     @property
     def history(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
-        slot = self._slot
-        num_writes = slot.num_writes if self._key == "master" else slot.num_state_writes.get(self._key, 0)
-        return self._weights.num_updates(self._record), slot.step, num_writes
+        slot = self._slot  # whose master is written whenever it is
+        kind = SegmentKind.PARAM if self._key == "master" else SegmentKind(self._key)
+        return self._weights.num_updates(self._record), slot.step, slot.num_writes[kind]
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""

@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a path may be any bytes; a terminal's encoding may not
+            # A path may be any bytes; a terminal's encoding may not.
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(arguments)

@@ -9,7 +9,6 @@ loaded from anywhere: the page can be mailed.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -54,15 +53,6 @@ def read_seconds(key: str, text: str, *, minimum: float) -> float:
     return seconds
 
 
-def size_text(num_bytes: float) -> str:
-    """Return a size in the largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(num_bytes) >= size:
-            digits = ".3g" if num_bytes < 999.5 * size else ".0f"
-            return f"{num_bytes / size:{digits}} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 # --- files ---
 
 
@@ -76,12 +66,10 @@ def check_output(key: str, path: str | None) -> None:
 
 
 def save_json(path: str, value: Mapping[str, Any]) -> None:
-    """Write a result as JSON. Raises AioError."""
     save_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def save_text(path: str, text: str) -> None:
-    """Write a text. Raises AioError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -114,56 +102,27 @@ def make_page(name: str, data: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """Counts seconds up to `total_s`: a bar on a terminal where tqdm is installed, lines otherwise."""
+    """Counts seconds up to `total_s`, in lines on standard error."""
 
     def __init__(self, total_s: float) -> None:
         self._started_s = time.monotonic()
         self._total_s = total_s
         self._phase = ""
         self._last_line_s = 0.0
-        self._bar = _make_bar(total_s)
 
     def phase(self, name: str) -> None:
-        """Begin a new phase."""
         self._phase = name
-        if self._bar is not None:
-            self._bar.set_description(name)
-        else:
-            self._line("")
+        self._line("")
 
     def tick(self, text: str) -> None:
         """Note that a sample was measured."""
-        elapsed_s = time.monotonic() - self._started_s
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.n = round(min(elapsed_s, self._total_s), 1)
-            self._bar.refresh()
-        elif elapsed_s - self._last_line_s >= _LINE_EVERY_S:
+        if time.monotonic() - self._started_s - self._last_line_s >= _LINE_EVERY_S:
             self._line(f": {text}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.leave = False
-            self._bar.close()
+        """Print a line of its own."""
+        print(text, file=sys.stderr, flush=True)
 
     def _line(self, tail: str) -> None:
         self._last_line_s = time.monotonic() - self._started_s
         self.say(f"[{self._last_line_s:4.0f} s of {self._total_s:.0f}] {self._phase}{tail}")
-
-
-def _make_bar(total_s: float) -> Any:
-    if not sys.stderr.isatty():
-        return None
-    try:
-        tqdm: Any = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        return None
-    form = "{desc}: {bar} {n:.0f}/{total:.0f} s {postfix}"
-    return tqdm(total=round(total_s, 1), bar_format=form, file=sys.stderr, leave=False)

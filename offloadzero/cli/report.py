@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadzero.cli.output import check_output, make_page, print_lines, save_text, size_text, text_table
+from offloadzero.cli.output import check_output, make_page, print_lines, save_text, text_table
 from offloadzero.cli.plan.command import FORMAT as PLAN_FORMAT
 from offloadzero.cli.plan.command import FORMAT_VERSION as PLAN_FORMAT_VERSION
 from offloadzero.errors import AioError, ConfigError
@@ -22,7 +22,7 @@ from offloadzero.observe.forecast import (
     compared,
     parts_alone,
 )
-from offloadzero.observe.run_dir import (
+from offloadzero.observe.monitor import (
     FORECAST_FILE,
     FORECAST_FORMAT,
     FORMAT,
@@ -31,7 +31,7 @@ from offloadzero.observe.run_dir import (
     STEPS_FILE,
     TRACE_FILES,
 )
-from offloadzero.observe.texts import duration_text
+from offloadzero.observe.texts import duration_text, size_text
 from offloadzero.planning.result_file import load_json, parse_json
 
 PAGE = "report.html"
@@ -61,7 +61,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status. Raises OffloadError."""
     directory = Path(args.run_dir)
     output = args.output or str(directory / "report.html")
     description = load_json(
@@ -148,7 +147,6 @@ def read_steps(path: Path) -> tuple[list[Record], int]:
 
 
 def _text(path: Path) -> str:
-    """Read a file. Raises AioError."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -240,7 +238,6 @@ def _median(values: Iterable[float]) -> float:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return one sentence of summary."""
     if not records:
         return "No step has been recorded yet."
     shown = steady(records)
@@ -351,7 +348,6 @@ def has_enough(planned: PlannedStep, records: Sequence[Record]) -> bool:
 
 
 def compared_lines(found: Comparison) -> list[str]:
-    """Return the sentence and the table by lane."""
     header = ["lane", "bytes forecast", "measured", "seconds forecast", "measured"]
     of_bytes, of_seconds = (found.forecast_bytes, found.num_bytes), (found.planned.lanes_s, found.lanes_s)
     rows = [

@@ -1,30 +1,26 @@
-"""Ctrl-C and other signals of a script, and the sections of code that they must not interrupt.
+"""Ctrl-C and other signals of a script, and the boundary of the code that they must not interrupt.
 
 [Note: interrupts]
 Python calls the handlers of signals in the main thread at almost any call: also between "the ticket is made" and "the
 work is submitted". Its own of SIGINT raises KeyboardInterrupt, and a script's may raise as well: a timeout by SIGALRM,
 SystemExit at SIGTERM, the error of a DataLoader's worker that has died at SIGCHLD. A change of state that must be whole
-runs under `uninterrupted`: the handler of a signal that comes inside is called where the section ends, or in a blocking
-wait inside it (a function marked `interruptible`), so that a wait that never ends can always be left. Code that changes
-state around such a wait must be right when the wait raises; all other code in the section need not be.
+is a function marked `uninterrupted`, one that torch or the script enters; what it calls knows nothing of signals:
 
-    with uninterrupted:
-        ticket = UpdateTicket()
-        self._tickets[index] = ticket
-        pipeline.submit(...)
+    @uninterrupted
+    def step(self) -> None:
+        ...
 
-A function may be interrupted where it begins, before its `with`. Where that would be too late, in a `finally` say, or
-in a hook whose caller has done its part, the function is marked `uninterrupted_from_start`. A function that returns
-something which has to be taken back later uses `held` in the place of `uninterrupted`: `held` does not raise at its
-end, and the caller calls `raise_held()` where it can take the thing back. Both are marked, too: where torch's compiler
-evaluates frames Python looks for signals behind the call of each Python function, the end of `held` among them.
+A handler looks at the stack that it interrupts. From the innermost frame outwards the first of these decides: in an
+`uninterrupted` function it waits, and is called where that function ends, also with an error; in `call_script`, by
+which our code calls the script's, it is called at once, as it is where there is neither. A blocking wait is made by
+`wait`: there it is called all the same, so that a wait that never ends can always be left. Code that changes state
+around such a wait must be right when the wait raises; all other code need not be. In a function marked
+`uninterrupted_throughout`, whose waits end on their own, an interrupt that comes in one of them waits too; a second one
+is raised there.
 
-`UninterruptedThroughout()` is such a section whose waits end on their own: an interrupt that comes in one of them waits
-too; a second interrupt is raised there.
-
-Some changes begin in one call and end in another (a backward that updates weights, hook by hook). `uninterrupted.until`
-holds them together: it refers weakly to an object, and as long as that lives an interrupt waits, in a blocking wait
-too. A second one of the same signal does not wait, so that a wait that never ends can be left there as well.
+Some changes begin in one call and end in another (a backward that updates weights, hook by hook). `hold_until` holds
+them together: it refers weakly to an object, and as long as that lives an interrupt waits, in a blocking wait and in
+the script's code too. A second one of the same signal does not wait, so that a wait that never ends can be left there.
 
 `install()` puts an `_Asking` in the place of each handler that is in force: one that asks first. A script may set
 handlers later, so it is called again where a model's forward, a save or a load begins. A signal that has no handler in
@@ -36,129 +32,142 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import functools
 import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
-from types import CodeType, FrameType
-from typing import Any, TypeVar, cast
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar, cast
 
 _Handler = Callable[[int, FrameType | None], Any]
-
-
-class _Uninterrupted:
-    """The context in which handlers wait; one for all, as only the main thread is ever interrupted."""
-
-    __slots__ = ("calling", "depth", "late", "pending", "until")
-
-    def __init__(self) -> None:
-        self.calling: tuple[int, FrameType | None] | None = None  # the arguments of the handler that runs
-        self.depth = 0
-        self.late: dict[int, _Handler] = {}  # handlers to be called, by signal
-        self.pending = False  # whether there are any
-        self.until: Callable[[], object] | None = None  # weak: interrupts wait as long as it lives
-
-    # Neither method calls anything before it has done its work: Python looks for signals at calls. For the same reason
-    # nothing is called between a look at `late` and what is put into `pending`.
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
-        self.depth -= self.depth > 0  # in a forked child no section was left over
-        if self.pending and self.depth <= 0:
-            self.raise_unless_waiting()
-
-    def hold(self, number: int, handler: _Handler) -> None:
-        """Let a handler wait; of one signal one alone."""
-        self.late[number] = handler
-        self.pending = True
-
-    def raise_unless_waiting(self) -> None:
-        """Call the handlers that were held back, unless they wait for the end of `until`. Raises what they raise."""
-        if self.until is None or self.until() is None:
-            self.raise_pending()
-
-    def raise_pending(self) -> None:
-        """Call the handlers that were held back, in the main thread."""
-        is_main = threading.get_ident() == threading.main_thread().ident
-        self.pending = False
-        while self.late:
-            number, handler = self.late.popitem()
-            self.pending = False
-            if self.late:
-                self.pending = True  # the handler may raise
-            if is_main:
-                _call(handler, number, sys._getframe(1))
-            else:
-                _thread.interrupt_main(cast(signal.Signals, number))
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _Held:
-    """A section like `uninterrupted` that does not raise at its end: the next section does, or `raise_held`."""
+    """The handlers that wait; one for all, as only the main thread is ever interrupted."""
 
-    __slots__ = ()
+    __slots__ = ("calling", "late", "pending", "until")
 
-    def __enter__(self) -> None:
-        uninterrupted.depth += 1
+    def __init__(self) -> None:
+        self.calling: tuple[int, FrameType | None] | None = None  # the arguments of the handler that runs
+        self.clear()
 
-    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
-        uninterrupted.depth -= uninterrupted.depth > 0
+    def clear(self) -> None:
+        self.late: dict[int, _Handler] = {}  # handlers to be called, by signal
+        self.pending = False  # whether there are any
+        self.until: Callable[[], object] = _nothing  # weak: interrupts wait as long as it lives
 
 
-uninterrupted = _Uninterrupted()
+def _nothing() -> None:
+    return None
+
+
 held = _Held()
 
 
-class UninterruptedThroughout:
-    """A section like `uninterrupted` whose waits hold an interrupt back, too, but not a second one. Used once."""
+def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark a function that handlers do not interrupt: they are called where it ends, or in a wait inside."""
 
-    __slots__ = ("__weakref__", "_around")
+    @functools.wraps(function)
+    def entry(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            # Again: where torch's compiler evaluates frames Python looks for signals behind each call, this one too.
+            while held.pending and call_late(sys._getframe(1)):
+                pass
 
-    def __enter__(self) -> None:
-        until = weakref.ref(self)  # a call, at which Python looks for signals: before anything has changed
-        uninterrupted.depth += 1
-        self._around = uninterrupted.until
-        uninterrupted.until = until
-
-    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
-        uninterrupted.until = self._around
-        uninterrupted.depth -= uninterrupted.depth > 0
-        if uninterrupted.pending and uninterrupted.depth <= 0:
-            uninterrupted.raise_unless_waiting()
+    return entry
 
 
-def raise_held() -> None:
-    """Raise the interrupt that came in a section `held`, unless an outer one holds it back."""
-    if uninterrupted.pending and uninterrupted.depth <= 0:
-        uninterrupted.raise_unless_waiting()
+def uninterrupted_itself(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark an `uninterrupted` function that does at its end what `uninterrupted` would: a call the less."""
+    _entries.add(function.__code__)
+    return function
 
 
-_waits: set[CodeType] = set()
-# Functions that are about to begin a section.
-_beginnings: set[CodeType] = {
-    _Uninterrupted.__enter__.__code__,
-    _Held.__enter__.__code__,
-    UninterruptedThroughout.__enter__.__code__,
-}
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+def uninterrupted_throughout(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark an `uninterrupted` function in whose waits an interrupt waits, too, but not a second one."""
+
+    @functools.wraps(function)
+    def throughout(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return function(*args, **kwargs)
+
+    return uninterrupted(throughout)
 
 
-def interruptible(function: _Function) -> _Function:
-    """Mark a blocking wait: an interrupt that comes in its own frame is raised there, under `uninterrupted` too.
+def call_script(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a function of the script's, which may be interrupted in the midst of an `uninterrupted` one of ours."""
+    while held.pending and call_late(sys._getframe()):
+        pass
+    return function(*args, **kwargs)
 
-    The function must be right wherever that happens, and must look at `uninterrupted.pending` before it blocks.
+
+def wait(block: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call `block`, a function in C that waits; a handler may raise here in the midst of an `uninterrupted` function.
+
+    It is not called when one has: a caller that waits for long comes back now and then.
     """
-    _waits.add(function.__code__)
-    return function
+    if held.pending:
+        call_late(sys._getframe())
+    return block(*args, **kwargs)
 
 
-def uninterrupted_from_start(function: _Function) -> _Function:
-    """Mark a function: an interrupt in its own frame, before its section say, waits like one inside of a section."""
-    _beginnings.add(function.__code__)
-    return function
+def hold_until(reference: Callable[[], object] | None) -> None:
+    """Let interrupts wait as long as the weak `reference` has its object. None: for nothing."""
+    held.until = reference or _nothing
+
+
+def call_late(frame: FrameType) -> bool:
+    """Call the handlers that wait, unless they still must at `frame`; return whether. Raises what they raise."""
+    is_main = threading.get_ident() == threading.main_thread().ident
+    if is_main and (held.until() is not None or _is_uninterrupted(frame)):
+        return False
+    # Nothing is called between a look at `late` and what is put into `pending`: Python looks for signals at calls.
+    while held.late:
+        number, handler = held.late.popitem()
+        held.pending = False
+        if held.late:
+            held.pending = True  # the handler may raise
+        if is_main:
+            _call(handler, number, frame)
+        else:
+            _thread.interrupt_main(cast(signal.Signals, number))  # which asks there
+    return True
+
+
+def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
+    """Call a handler, and mark the error that it raises."""
+    outer, held.calling = held.calling, (number, frame)
+    try:
+        handler(number, frame)
+    except Exception as error:
+        if _ON_RECORD not in error.__dict__:
+            error.__dict__[_MARK] = True
+        raise
+    finally:
+        held.calling = outer
+
+
+_entries = {uninterrupted(_nothing).__code__}
+_THROUGHOUT = uninterrupted_throughout(_nothing).__wrapped__.__code__  # type: ignore[attr-defined]
+_OPEN = (call_script.__code__, _call.__code__)
+
+
+def _is_uninterrupted(at: FrameType, *, is_second: bool = False) -> bool:
+    """Whether a handler must wait in the frame `at`; `is_second`: one of the signal waits already."""
+    frame: FrameType | None = at
+    is_wait = at.f_code is wait.__code__
+    while frame is not None and frame.f_code not in _OPEN:
+        if frame.f_code in _entries and not is_wait:
+            return True
+        if frame.f_code is _THROUGHOUT and not is_second:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Asking:
@@ -170,35 +179,22 @@ class _Asking:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        calling = uninterrupted.calling
+        calling = held.calling
         if calling is not None and calling[0] == number and (frame is None or frame is calling[1]):
             self.handler(number, frame)  # one that was set later calls this one, and was asked for
             return
-        code = None if frame is None else frame.f_code
-        if code in _beginnings or (uninterrupted.depth > 0 and code not in _waits):
-            uninterrupted.hold(number, self.handler)
+        at = frame if frame is not None else sys._getframe(1)
+        if at.f_code in _OPEN:  # the script's code has not begun, or is over
+            at = cast(FrameType, at.f_back)
+        is_second = number in held.late
+        if (held.until() is not None and not is_second) or _is_uninterrupted(at, is_second=is_second):
+            held.late[number] = self.handler
+            held.pending = True
             return
-        until = uninterrupted.until
-        if until is not None and until() is not None and number not in uninterrupted.late:
-            uninterrupted.hold(number, self.handler)
-            return
-        uninterrupted.late.pop(number, None)
-        if not uninterrupted.late:
-            uninterrupted.pending = False
+        held.late.pop(number, None)
+        if not held.late:
+            held.pending = False
         _call(self.handler, number, frame)
-
-
-def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
-    """Call a handler, and mark the error that it raises."""
-    outer, uninterrupted.calling = uninterrupted.calling, (number, frame)
-    try:
-        handler(number, frame)
-    except Exception as error:
-        if _ON_RECORD not in error.__dict__:
-            error.__dict__[_MARK] = True
-        raise
-    finally:
-        uninterrupted.calling = outer
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -223,7 +219,7 @@ _SIGNALS = sorted({*range(1, signal.SIGRTMIN)} & signal.valid_signals() - {signa
 
 
 def install() -> None:
-    """Hold the handlers in force back where `uninterrupted` says so. On another thread than the main one: nothing."""
+    """Let the handlers in force wait where code is `uninterrupted`. On another thread than the main one: nothing."""
     if threading.get_ident() != threading.main_thread().ident:
         return
     for number in _SIGNALS:
@@ -271,15 +267,5 @@ def _restarts_calls(number: int) -> bool:
     return bool(action.flags & _SA_RESTART)
 
 
-def _in_forked_child() -> None:
-    """End the sections of threads that the child lacks, and drop the signals that were the parent's.
-
-    Nothing tells whose a section was: one in whose midst its own thread has forked is over, too, and not counted twice.
-    """
-    uninterrupted.depth = 0
-    uninterrupted.until = None
-    uninterrupted.late.clear()
-    uninterrupted.pending = False
-
-
-os.register_at_fork(after_in_child=_in_forked_child)
+# Signals that wait were the parent's.
+os.register_at_fork(after_in_child=held.clear)

@@ -14,7 +14,6 @@ from offloadzero.activations.memory import PlannedMemory
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
-from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.lifetime import Resources
 from offloadzero.engine.planned_model import uses_of
@@ -296,10 +295,9 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     executor = _build_executor(records, ground, coded)
     cores, num_threads = ground.update_threads()
     pipeline = _build_pipeline(ground, cores, num_threads)
-    with uninterrupted:  # a file that is made is one that is closed
-        activations = None
-        if config.activation_checkpoints:
-            activations = resources.make(lambda: _build_activation_store(ground))
+    activations = None
+    if config.activation_checkpoints:
+        activations = resources.make(lambda: _build_activation_store(ground))
     policy = StepPolicy(
         update_in_backward=plan.update_in_backward,
         keeps_gradients=plan.grads_have_homes,

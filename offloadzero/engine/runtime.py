@@ -18,6 +18,7 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
+from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
 from offloadzero.engine.build import (
     Ground,
@@ -39,10 +40,9 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.planning.homes import idle_rules
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.homes import idle_rules, rank_bytes
 from offloadzero.planning.placement import describe_placement
-from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.account import Hypers
@@ -134,12 +134,9 @@ class Runtime:
 
     def _take_memory(self) -> None:
         make_directories(self.config, self.plan)
-        with interrupts.uninterrupted:  # a file that is made is one that is closed
-            self.store = self.resources.make(
-                lambda: open_store(
-                    self.records, self.config, self.plan, self.accelerator, failures=self.failures
-                )
-            )
+        self.store = self.resources.make(
+            lambda: open_store(self.records, self.config, self.plan, self.accelerator, failures=self.failures)
+        )
 
     def _build(
         self,
@@ -160,21 +157,25 @@ class Runtime:
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self.parts = parts
-        with interrupts.uninterrupted:  # hooks that are half in place could not be removed again
-            self.hooks = ModelHooks(
-                self.model,
-                cut,
-                executor=parts.executor,
-                reads=parts.reads,
-                gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
-                weights=parts.weights,
-                blocks=parts.blocks,
-                timeline=self.monitor.timeline,
-                checkpointed=checkpointed,
-                activations=parts.activations,
-            )
-            answer_for(self.records, self.weights)
+        self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
+
+    @uninterrupted  # hooks that are half in place could not be removed again
+    def _attach(self, checkpointed: Mapping[str, nn.Module]) -> None:
+        parts = self.parts
+        self.hooks = ModelHooks(
+            self.model,
+            self._cut,
+            executor=parts.executor,
+            reads=parts.reads,
+            gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
+            weights=parts.weights,
+            blocks=parts.blocks,
+            timeline=self.monitor.timeline,
+            checkpointed=checkpointed,
+            activations=parts.activations,
+        )
+        answer_for(self.records, self.weights)
 
     def _go_live(self) -> None:
         """Begin the reports, and be one of the runtimes that the end of the process closes."""
@@ -243,7 +244,12 @@ class Runtime:
             lines += [f"    {line}" for line in self.plan.choice]
         if not self.group.is_alone:
             spec, stage = self.group.spec, self.config.zero_stage
-            kept = rank_bytes(self.records, self.plan, gathers_params=divides_params(stage))
+            kept = rank_bytes(
+                self.records,
+                self.plan.placement,
+                grads_have_homes=self.plan.grads_have_homes,
+                gathers_params=divides_params(stage),
+            )
             lines.append(f"rank {spec.rank} of {spec.world_size}, stage {stage}: {kept.text()}")
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
@@ -382,8 +388,7 @@ class Runtime:
 
     def cast_gradients(self) -> None:
         """Give gradients from before the start the model's new dtype and device; `undo()` brings the former back."""
-        with interrupts.uninterrupted:
-            self._original.cast_gradients(self.accelerator.device)
+        self._original.cast_gradients(self.accelerator.device)
 
     def forget_gradients(self) -> None:
         """Free the former gradients: the start will not be undone any more."""

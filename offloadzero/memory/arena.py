@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from offloadzero.core import interrupts
 from offloadzero.core.constants import GRID_BYTES
-from offloadzero.core.interrupts import interruptible, uninterrupted
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.pages import map_pages
@@ -249,8 +249,7 @@ class BufferPool:
         """Take a free buffer; None where none is given back for so long. Raises the engine's failure as `take` does."""
         until_s = time.monotonic() + wait_s
         while (buffer := self.try_take()) is None:
-            if not self._wait_given() and self._failures.first is not None:
-                raise self._failures.first from None
+            self._wait_given()
             if time.monotonic() > until_s:
                 return self.try_take()
         if self._free:
@@ -263,17 +262,15 @@ class BufferPool:
         After a failure buffers may never come back, so the wait looks up now and then.
         """
         while (buffer := self.try_take()) is None:
-            if not self._wait_given() and self._failures.first is not None:
-                raise self._failures.first from None
+            self._wait_given()
         if self._free:
             self._wake()  # the next one's turn
         return buffer
 
-    @interruptible
-    def _wait_given(self) -> bool:
-        if uninterrupted.pending:
-            uninterrupted.raise_unless_waiting()
-        return self._given.acquire(timeout=LOOK_UP_S)
+    def _wait_given(self) -> None:
+        has_come = interrupts.wait(self._given.acquire, timeout=LOOK_UP_S)
+        if not has_come and self._failures.first is not None:
+            raise self._failures.first from None
 
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # another thread did

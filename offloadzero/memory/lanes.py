@@ -37,7 +37,7 @@ from offloadzero.memory.device import CpuDevice, Device, Event, Stream
 from offloadzero.memory.marks import DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
 from offloadzero.observe import timeline
-from offloadzero.observe.stream_clock import Marks
+from offloadzero.observe.clock import Marks
 from offloadzero.observe.timeline import Timeline
 
 Fence = Sequence[Event]

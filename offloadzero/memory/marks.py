@@ -24,7 +24,7 @@ from collections import deque
 from typing import cast
 
 from offloadzero.memory.device import Device, Event, Stream
-from offloadzero.observe.stream_clock import Mark
+from offloadzero.observe.clock import Mark
 
 MAX_REFERENCE_AGE_S = 30.0  # within it the device's clock resolves 2 us
 NUM_LOOKS = 50  # at a new reference, each of about a microsecond

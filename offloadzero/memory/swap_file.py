@@ -65,7 +65,7 @@ class SwapFile:
         self.descriptor = -1
         try:
             self.path = self.path.absolute()  # removed later, perhaps from another directory
-            with uninterrupted, _directory(directory) as at:
+            with _directory(directory) as at:
                 self.descriptor = _make_linked(at, self.path, file_id)
                 if self.descriptor < 0:
                     self.descriptor = _make_named(at, self.path, file_id)
@@ -87,17 +87,17 @@ class SwapFile:
         """The file's size now."""
         return os.fstat(self.descriptor).st_size
 
+    @uninterrupted  # or its number may be another file's when it is closed
     def remove(self) -> None:
         """Give up the lock and the name, unless the name is another file's now. Idempotent."""
-        with uninterrupted:  # or its number may be another file's when it is closed
-            descriptor, self.descriptor = self.descriptor, -1
-            if descriptor < 0:
-                return
-            try:
-                if self._has_name(descriptor):
-                    self.path.unlink(missing_ok=True)
-            finally:
-                os.close(descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            if self._has_name(descriptor):
+                self.path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
 
     def _has_name(self, descriptor: int) -> bool:
         try:

@@ -17,13 +17,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from offloadzero.core.interrupts import (
-    interruptible,
-    is_interrupt,
-    is_kept_by_another,
-    put_on_record,
-    uninterrupted,
-)
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import is_interrupt, is_kept_by_another, put_on_record
 from offloadzero.errors import OffloadError, StateError
 
 LOOK_UP_S = 0.5  # between two checks of a wait
@@ -69,17 +64,10 @@ class Latch:
 
     def wait(self) -> None:
         """Block until the flag is set: [Note: waits look up]. Where it is, nothing waits, and no interrupt comes."""
-        if not self.is_set:
-            self._wait()
-
-    @interruptible
-    def _wait(self) -> None:
         while not self.is_set:
-            if uninterrupted.pending:
-                uninterrupted.raise_unless_waiting()
             closed = self._closed_until_set()
             # A thread interrupted while it holds the lock stops no other for long: the others see `is_set`.
-            if closed.acquire(timeout=LOOK_UP_S):
+            if interrupts.wait(closed.acquire, True, LOOK_UP_S):
                 closed.release()  # the next one's turn
             elif not self.is_set and _here.look_up is not None:
                 _here.look_up()

@@ -1,4 +1,4 @@
-"""The least time that a step can take on this machine, and the share of it in the time taken.
+"""The least time that a step can take on this machine, its share of the time taken, and the report of both.
 
 [Note: the bound]
 T_bound = max over the lanes of T_lane; overlap efficiency = T_bound / T_step.
@@ -31,8 +31,9 @@ where `offloadzero bench nvme` has shown that mixed traffic is no faster than re
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, NVME_READ, NVME_WRITE, WAIT, Span
 
 NVME = "nvme"
@@ -58,7 +59,6 @@ class Bound:
     lanes_s: Mapping[str, float]
 
     def efficiency(self, step_s: float) -> float:
-        """T_bound / T_step, the overlap efficiency."""
         return self.seconds / step_s if step_s > 0 else 0.0
 
 
@@ -101,7 +101,6 @@ class BestRates:
         self.by_lane: dict[str, float] = {}
 
     def learn(self, uses: Mapping[str, LaneUse]) -> None:
-        """Take in one step's rates."""
         for lane, use in uses.items():
             if use.busy_s > 0:
                 rate = use.num_bytes / use.busy_s if use.best_rate is None else use.best_rate
@@ -133,3 +132,33 @@ def step_bound(lanes_s: Mapping[str, float]) -> Bound:
 def largest_waits(waits_s: Mapping[str, float], count: int = 3) -> list[tuple[str, float]]:
     """Return the longest waits, longest first."""
     return sorted(waits_s.items(), key=lambda item: (-item[1], item[0]))[:count]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step: its wall time, and the seconds for which the computation stood still, by wait.
+
+    It began at `start_s` on time.perf_counter(). `bound` is the least time that its busiest lane needs; None where
+    nothing is recorded (`offloadzero.observe`, or the logger `offloadzero.steps` at level INFO). So are `collectives`,
+    those that this rank of several has issued from the end of the step before to that of this one.
+    """
+
+    step: int
+    step_s: float
+    waits_s: dict[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
+    bound: Bound | None = None
+    collectives: Mapping[str, CollectiveCount] = field(default_factory=dict)
+
+    @property
+    def total_wait_s(self) -> float:
+        return sum(self.waits_s.values())
+
+    @property
+    def efficiency(self) -> float | None:
+        return None if self.bound is None else self.bound.efficiency(self.step_s)
+
+    @property
+    def end_s(self) -> float:
+        """The time of its end, on time.perf_counter()."""
+        return self.start_s + self.step_s

@@ -53,7 +53,6 @@ class CollectiveCounter:
         self._counts = dict.fromkeys(KINDS, CollectiveCount())  # its keys stay: others read while this counts
 
     def add(self, kind: str, num_bytes: int) -> None:
-        """Count one that was issued over so many bytes."""
         num_calls, before = self._counts[kind]
         self._counts[kind] = CollectiveCount(num_calls + 1, before + num_bytes)
 

@@ -33,7 +33,7 @@ OF_ONE_CORE = (H2D, D2H, PYTHON, FILE_ENGINE)  # work that keeps one of the core
 # No cause of a departure as parts of the cores' work: what others take of the cores is in their time, too.
 _OF_TRAINING_THREAD = (COMPUTE, PYTHON)
 
-Record = Mapping[str, Any]  # of a step: observe/run_dir.py
+Record = Mapping[str, Any]  # of a step: observe/monitor.py
 
 
 class NoForecastError(OffloadError, RuntimeError):
@@ -51,7 +51,6 @@ class PlannedStep:
     parts_s: Mapping[str, float] = field(default_factory=dict)  # by the work that shares the cores, if alone
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that a run directory keeps."""
         return asdict(self)
 
 
@@ -68,7 +67,6 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The step's time over its forecast."""
         return self.step_s / self.planned.seconds
 
     @property

@@ -1,29 +1,41 @@
-"""The reports after each step: its bound, its printed line, its record, and the trace of chosen steps.
+"""The reports after each step: its bound, its printed line, its record and the trace of chosen steps, and their files.
 
 [Note: a step's record is written one step late]
 The loss of a step is known when the device has computed it, and transfers that began in a step may end in the
 next. So the record and the trace of step N are written when step N + 1 ends, or when the engine closes; no thread
 waits for the device. The printed line needs neither and comes at once; on a device with streams it comes when the
 device has run the step: [Note: the device's time].
+
+[Note: files of a run]
+run.json       the run: format, device, cores, units, bytes per tier
+steps.jsonl    one JSON object per step; a run that goes on from a checkpoint appends to it
+forecast.json  the forecast of a step, where the run made one; a run that goes on makes its own anew
+trace_step_N.json   the lanes of one step in the Trace Event Format, for ui.perfetto.dev or chrome://tracing
+
+Spans of one lane that overlap, such as two reads in flight, go to tracks of their own with the same name: that
+format wants the events of one track nested.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from offloadzero.config import ObserveConfig
+from offloadzero.errors import ConfigError
 from offloadzero.observe import bound
+from offloadzero.observe.bound import StepReport
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.forecast import ForecastCheck, MakeForecast
-from offloadzero.observe.run_dir import RunDirectory, json_number
-from offloadzero.observe.step_report import StepReport
-from offloadzero.observe.timeline import Span, Timeline
+from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span, Timeline
 
 log = logging.getLogger("offloadzero.steps")
 
@@ -68,9 +80,7 @@ class StepMonitor:
         self.timeline = Timeline(is_on=self.is_on)
         self._rates = bound.BestRates()
         self._losses: list[ReadLoss] = []
-        self._launched: deque[_Launched] = (
-            deque()
-        )  # the steps that have not run yet; reports come in their order
+        self._launched: deque[_Launched] = deque()  # steps that have not run; reports come in their order
         self._finished: _Finished | None = None
         self._read_collectives: ReadCollectives = dict
         self._collectives: Mapping[str, CollectiveCount] = {}  # when the last step ended
@@ -106,7 +116,6 @@ class StepMonitor:
 
     @property
     def wants_loss(self) -> bool:
-        """Whether losses are recorded."""
         return self._directory is not None
 
     def add_loss(self, read: ReadLoss) -> None:
@@ -239,3 +248,122 @@ def step_line(report: StepReport, found: bound.Bound) -> str:
         f"step {report.step}: {report.step_s:.3f} s, bound {found.seconds:.3f} s ({found.lane}), "
         f"overlap {found.efficiency(report.step_s):.1%}, waits: {', '.join(waits) or 'none'}"
     )
+
+
+RUN_FILE = "run.json"
+STEPS_FILE = "steps.jsonl"
+FORECAST_FILE = "forecast.json"
+TRACE_FILES = "trace_step_*.json"  # a glob; * is the step
+FORMAT = "offloadzero.run"
+FORECAST_FORMAT = "offloadzero.forecast"
+FORMAT_VERSION = 1
+
+_STEP_TRACK = 0
+_TRACKS_PER_LANE = 1000
+
+
+def trace_file_name(step: int) -> str:
+    return TRACE_FILES.replace("*", str(step))
+
+
+class RunDirectory:
+    """Writes the files of one run; a line is in the file when `write_step` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the directory. Raises ConfigError when it cannot be written."""
+        self.path = path
+        try:
+            self.path = path = path.absolute()  # the process may change its directory
+            path.mkdir(parents=True, exist_ok=True)
+            (path / STEPS_FILE).open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                "offloadzero.observe.run_dir", str(path), f"a directory to write to: {error.strerror}"
+            ) from error
+
+    def write_run(self, description: Mapping[str, Any]) -> None:
+        """Write the facts that hold for the whole run, of which there is no forecast yet."""
+        (self.path / FORECAST_FILE).unlink(missing_ok=True)
+        value = {"format": FORMAT, "format_version": FORMAT_VERSION, **description}
+        (self.path / RUN_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+    def write_forecast(self, forecast: Mapping[str, Any]) -> None:
+        value = {"format": FORECAST_FORMAT, "format_version": FORMAT_VERSION, **forecast}
+        (self.path / FORECAST_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+    def write_step(self, record: Mapping[str, Any]) -> None:
+        with (self.path / STEPS_FILE).open("a", encoding="utf-8") as steps:
+            steps.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def write_trace(self, step: int, spans: Iterable[Span], *, start_s: float, end_s: float) -> None:
+        """Write the lanes of one step that ran from `start_s` to `end_s`."""
+        value = trace_events(step, spans, start_s=start_s, end_s=end_s)
+        (self.path / trace_file_name(step)).write_text(json.dumps(value), encoding="utf-8")
+
+
+def json_number(value: float | None) -> float | None:
+    """Return a number for JSON, which knows no NaN and no infinity: null stands for both."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def tracks(spans: Sequence[Span]) -> list[int]:
+    """Return for each span the track of its lane: the first on which it overlaps no span before it."""
+    ends_s: list[float] = []
+    result = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: (spans[i].start_s, spans[i].end_s)):
+        start_s = spans[index].start_s
+        track = next((t for t, end_s in enumerate(ends_s) if end_s <= start_s), len(ends_s))
+        if track == len(ends_s):
+            ends_s.append(0.0)
+        ends_s[track] = spans[index].end_s
+        result[index] = track
+    return result
+
+
+def trace_events(step: int, spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[str, Any]:
+    """Return the Trace Event Format's JSON object. Time zero is the first span's start or the step's."""
+    by_lane: dict[str, list[Span]] = {}
+    for span in spans:
+        by_lane.setdefault(COMPUTE if span.lane == WAIT else span.lane, []).append(span)
+    zero_s = min([start_s, *(span.start_s for group in by_lane.values() for span in group)])
+    events = [_metadata("process_name", 0, {"name": "offloadzero"}), *_track(_STEP_TRACK, "step")]
+    events.append(_event(_STEP_TRACK, f"step {step}", "step", start_s - zero_s, end_s - start_s, {}))
+    for order, lane in enumerate(LANES):
+        group = by_lane.get(lane, [])
+        numbers = tracks(group)
+        first = (order + 1) * _TRACKS_PER_LANE
+        for number in sorted(set(numbers)):
+            events += _track(first + number, lane)
+        for span, number in zip(group, numbers, strict=True):
+            is_wait = span.lane == WAIT
+            name = f"wait: {span.name}" if is_wait else span.name
+            arguments = {"bytes": span.num_bytes} if span.num_bytes else {}
+            at_s, length_s = span.start_s - zero_s, span.end_s - span.start_s
+            events.append(_event(first + number, name, span.lane, at_s, length_s, arguments))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(
+    track: int, name: str, category: str, at_s: float, length_s: float, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": track,
+        "ts": round(at_s * 1e6, 3),
+        "dur": round(length_s * 1e6, 3),
+        "name": name,
+        "cat": category,
+        "args": arguments,
+    }
+
+
+def _metadata(name: str, track: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": track, "name": name, "args": arguments}
+
+
+def _track(track: int, lane: str) -> list[dict[str, Any]]:
+    return [
+        _metadata("thread_name", track, {"name": lane}),
+        _metadata("thread_sort_index", track, {"sort_index": track}),
+    ]

@@ -81,12 +81,13 @@ class _Running:
 
 
 class _Launching:
-    """Adds the time from its entry to its exit, less the named waits inside, to `launch_s`."""
+    """Adds the time from its entry to its exit, less the named waits inside, to `launch_s`, or takes it off."""
 
-    __slots__ = ("_start_s", "_timeline", "_waited_s")
+    __slots__ = ("_sign", "_start_s", "_timeline", "_waited_s")
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, sign: int) -> None:
         self._timeline = timeline
+        self._sign = sign
 
     def __enter__(self) -> None:
         self._waited_s = self._timeline.waited_s
@@ -94,24 +95,7 @@ class _Launching:
 
     def __exit__(self, *exception: object) -> None:
         waited_s = self._timeline.waited_s - self._waited_s
-        self._timeline.launch_s += time.perf_counter() - self._start_s - waited_s
-
-
-class _Elsewhere:
-    """Takes the time from its entry to its exit, less the named waits inside, from `launch_s`."""
-
-    __slots__ = ("_start_s", "_timeline", "_waited_s")
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-
-    def __enter__(self) -> None:
-        self._waited_s = self._timeline.waited_s
-        self._start_s = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        waited_s = self._timeline.waited_s - self._waited_s
-        self._timeline.launch_s -= time.perf_counter() - self._start_s - waited_s
+        self._timeline.launch_s += self._sign * (time.perf_counter() - self._start_s - waited_s)
 
 
 class Timeline:
@@ -149,7 +133,6 @@ class Timeline:
     # --- the training thread ---
 
     def waited(self, name: str, start_s: float, end_s: float) -> None:
-        """Record a named wait of the training thread."""
         if self.is_on:
             self.add(WAIT, name, start_s, end_s)
             self.waited_s += end_s - start_s
@@ -185,11 +168,11 @@ class Timeline:
 
     def launching(self) -> AbstractContextManager[None]:
         """Count the time inside the block as Python of the hooks; to be nested only inside `elsewhere`."""
-        return _Launching(self) if self.is_on else _NOTHING
+        return _Launching(self, 1) if self.is_on else _NOTHING
 
     def elsewhere(self) -> AbstractContextManager[None]:
         """Leave out a block inside of `launching` in which code runs that is no hook, and may run others."""
-        return _Elsewhere(self) if self.is_on else _NOTHING
+        return _Launching(self, -1) if self.is_on else _NOTHING
 
     # --- when a step has ended ---
 

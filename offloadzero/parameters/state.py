@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
 from offloadzero.errors import StateError
 from offloadzero.parameters.collectives import (
@@ -97,6 +97,7 @@ class StateTensor(torch.Tensor):
     _copy: _Copy
 
     @classmethod
+    @uninterrupted_throughout  # an interrupt must not leave the copy written and the weight not
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -111,21 +112,20 @@ class StateTensor(torch.Tensor):
             tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
             versions = [tensor._version for tensor in tensors]
             collective = OverCopies(func, tensors) if is_function_of_ranks(func) else None
-        with UninterruptedThroughout():  # an interrupt must not leave the copy written and the weight not
-            if len(types) == 1:
-                with DisableTorchFunctionSubclass():
-                    result = func(*args, **keywords)
-            else:  # a weight that is away, say: it answers for its value itself
-                result = _beside_others(func, args, keywords)
+        if len(types) == 1:
             with DisableTorchFunctionSubclass():
-                if collective is not None:
-                    collective.end(result)
-                # Beside a weight that is away torch counts no version for the tensors of a list.
-                listed = args[0] if len(types) > 1 and _writes_list(func) else ()
-                for tensor, version in zip(tensors, versions, strict=True):
-                    if tensor._version != version or any(tensor is one for one in listed):
-                        tensor._copy.commit()
-                return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
+                result = func(*args, **keywords)
+        else:  # a weight that is away, say: it answers for its value itself
+            result = _beside_others(func, args, keywords)
+        with DisableTorchFunctionSubclass():
+            if collective is not None:
+                collective.end(result)
+            # Beside a weight that is away torch counts no version for the tensors of a list.
+            listed = args[0] if len(types) > 1 and _writes_list(func) else ()
+            for tensor, version in zip(tensors, versions, strict=True):
+                if tensor._version != version or any(tensor is one for one in listed):
+                    tensor._copy.commit()
+            return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """Return a read-only array: writes into it would not be seen."""

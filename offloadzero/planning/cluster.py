@@ -26,24 +26,18 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL
 from offloadzero.observe.timeline import COLLECTIVES, LANDING
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import Hardware, share_of
+from offloadzero.planning.hardware import Hardware, Memory, share_of
 from offloadzero.planning.result_file import Reader, load_json, parse_json
-from offloadzero.planning.step.forecast import Step
-from offloadzero.planning.step.rates import (
-    COMPACT,
-    FP32,
-    HOST_MEMORY,
-    LINKS,
-    NETWORK,
-    THROUGH_HOST_MEMORY,
-    Rates,
-)
+from offloadzero.planning.step.forecast import COMPACT, FP32, Rates, Step
 from offloadzero.planning.step.work import (
     FAR_GRADIENTS,
+    HOST_MEMORY,
+    LINKS,
     NEAR_GRADIENTS,
     NEAR_WEIGHTS,
+    NETWORK,
     OF_TENSORS,
+    THROUGH_HOST_MEMORY,
     StepTraffic,
 )
 from offloadzero.ranks.shard import MAX_RANKS
@@ -80,14 +74,11 @@ class Cluster:
     gpus_per_machine: int
     machine: Hardware
     described: Mapping[str, Any]  # the file
-    starts_are_known: bool  # the seconds of a collective beside its bytes
-    python_is_known: bool
     # Bytes per second each way between host and all devices of a machine; None: each has its own in full.
     machine_link: float | None
 
     @property
     def num_gpus(self) -> int:
-        """The devices of all machines."""
         return self.num_machines * self.gpus_per_machine
 
     def local_ranks(self, key: str, num_ranks: int) -> int:
@@ -114,32 +105,30 @@ class Cluster:
         return replace(found, rates=replace(rates, network=network, **ways))
 
     def left_out(self) -> Iterator[str]:
-        """Yield what a forecast leaves out."""
         yield "ranks that are slower than others, or wait for data"
         yield "traffic of others on the network, and switches with less than all their machines can send"
         yield "what the ranks agree on over the network of the hosts, some bytes per unit"
-        if not self.starts_are_known:
+        if self.described.get("collective_us") is None:
             yield "the start of each collective (collective_us)"
-        if not self.python_is_known:
+        if self.described.get("unit_us") is None:
             yield "Python for each unit (unit_us)"
 
 
 # --- the file ---
 
 
-def is_cluster(path: str) -> bool:
-    """Whether a file says that it describes a cluster; one that cannot be read does not."""
+def find_cluster(key: str, path: str) -> Cluster | None:
+    """Read the description of a cluster, for a command's argument `key`; None where a file describes none.
+
+    Raises ConfigError for one that is wrong. Whoever reads the file as something else says why it cannot be read.
+    """
     try:
         value = parse_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # whoever reads it as something else says why it cannot be read
-        return False
-    return isinstance(value, dict) and value.get("format") == FORMAT
-
-
-def read_cluster(key: str, path: str) -> Cluster:
-    """Read the description of a cluster, for a command's argument `key`. Raises ConfigError."""
-    value = load_json(key, path, format_name=FORMAT, format_version=FORMAT_VERSION)
-    return cluster_from_json(key, value)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        return None
+    return cluster_from_json(key, load_json(key, path, format_name=FORMAT, format_version=FORMAT_VERSION))
 
 
 def cluster_from_json(key: str, value: Mapping[str, Any]) -> Cluster:
@@ -161,15 +150,12 @@ def cluster_from_json(key: str, value: Mapping[str, Any]) -> Cluster:
             if ((is_needed and is_there) or of_several) and tables[name].value.get(entry) is None:
                 allowed = "a positive number: it is needed for a forecast"
                 raise ConfigError(f"{key}.{name}.{entry}", None, allowed)
-    starts_us, unit_us = top.number("collective_us"), top.number("unit_us")
-    rates = _rates(tables, starts_us=starts_us, unit_us=unit_us)
+    rates = _rates(tables, starts_us=top.number("collective_us"), unit_us=top.number("unit_us"))
     return Cluster(
         num_machines,
         gpus,
         _machine(key, tables, rates),
         described=value,
-        starts_are_known=starts_us is not None,
-        python_is_known=unit_us is not None,
         machine_link=_gb(tables["pcie"], "machine_gb_per_s"),
     )
 

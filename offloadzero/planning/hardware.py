@@ -19,8 +19,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
-from offloadzero.planning.fit import Memory
 from offloadzero.planning.machine import (
     describe_machine,
     describe_path,
@@ -38,8 +37,19 @@ from offloadzero.planning.machine import (
     usable_cores,
 )
 from offloadzero.planning.result_file import Reader, load_json
-from offloadzero.planning.step.forecast import Forecast, Step, forecast, simulated
-from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.step.forecast import (
+    COMPACT,
+    COPY,
+    DRIVE,
+    DTYPE_NAMES,
+    FP32,
+    Computation,
+    Forecast,
+    Rates,
+    Step,
+    forecast,
+    simulated,
+)
 from offloadzero.planning.step.simulation import SimulatedStep
 from offloadzero.update.spec import UpdateForm
 
@@ -56,6 +66,18 @@ _TABLES = {  # tables of Rates, and the names in them: dtypes, layouts or kinds 
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Free bytes by tier, before Python and torch are loaded.
+
+    `device` None: its memory is the host's. `nvme` None: nothing is known of drives.
+    """
+
+    host: int
+    device: int | None = None
+    nvme: int | None = None
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One machine. `memory.nvme` has the bytes of the measured drives; `process_bytes` are a part of `memory.host`."""
 
@@ -67,13 +89,11 @@ class Hardware:
     process_bytes: int = 0  # of Python and torch, before there is a model
     memlock_bytes: int | None = None  # RLIMIT_MEMLOCK; None: no limit
     identity: Mapping[str, Any] = field(default_factory=dict)  # facts that tell it from other machines
-    of_models: Mapping[str, Computation] = field(
-        default_factory=dict
-    )  # by `model_key`: [Note: rates of one model]
+    # By `model_key`: [Note: rates of one model].
+    of_models: Mapping[str, Computation] = field(default_factory=dict)
 
     @property
     def device_is_cpu(self) -> bool:
-        """Whether the device's memory is the host's."""
         return self.memory.device is None
 
     def rates_of(self, step: Step) -> Rates:
@@ -82,10 +102,15 @@ class Hardware:
         found = self.of_models.get(model_key(step.dtype, num_tokens, step.num_params))
         if found is None:
             return self.rates
-        return self.rates.with_computation(step.dtype, found, shares_cores=self.device_is_cpu)
+        shares = {step.dtype: found.core_share} if self.device_is_cpu else {}
+        return replace(
+            self.rates,
+            flops={**self.rates.flops, step.dtype: found.forward},
+            gradient_flops={**self.rates.gradient_flops, step.dtype: found.backward},
+            core_shares={**self.rates.core_shares, **shares},
+        )
 
     def forecast(self, step: Step) -> Forecast:
-        """Forecast a step on this machine."""
         return forecast(step, self.rates_of(step), **self._kind)
 
     def simulated(self, step: Step) -> SimulatedStep | None:
@@ -263,46 +288,32 @@ def kept_hardware(identity: Mapping[str, Any]) -> Hardware | None:
     return found if found.identity == identity else None
 
 
-def keep(found: Hardware) -> None:
-    """Keep a machine for the next time. Raises OSError, or RuntimeError where there is no home."""
-    with _file_alone(found) as path:
-        _replace(path, found)
+def keep(found: Hardware, key: str = "", computed: Computation | None = None) -> None:
+    """Keep a machine for the next time, or the rates of one more model beside those of others.
 
-
-def keep_model(found: Hardware, key: str, computed: Computation) -> None:
-    """Keep the rates of a model of a machine beside those of others. Raises what `keep` does."""
-    with _file_alone(found) as path:
-        with suppress(ConfigError):  # damaged: it is written anew
-            found = kept_hardware(found.identity) or found
-        _replace(path, with_rates_of(found, key, computed))
+    Raises OSError, or RuntimeError where there is no home.
+    """
+    path = cache_file(found.identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    directory, written = os.open(path.parent, os.O_RDONLY), path.with_suffix(f".{os.getpid()}")
+    try:
+        with suppress(OSError):  # a file system that does not lock directories
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        if computed is not None:
+            with suppress(ConfigError):  # damaged: it is written anew
+                found = kept_hardware(found.identity) or found
+            found = with_rates_of(found, key, computed)
+        written.write_text(json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
+        os.close(directory)
 
 
 def with_rates_of(found: Hardware, key: str, computed: Computation) -> Hardware:
     """Return a machine with the rates of one more model, the latest at the end."""
     others = [(other, rates) for other, rates in found.of_models.items() if other != key]
     return replace(found, of_models=dict([*others, (key, computed)][-MOST_MODELS:]))
-
-
-@contextmanager
-def _file_alone(found: Hardware) -> Iterator[Path]:
-    path = cache_file(found.identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system that does not lock directories
-            fcntl.flock(directory, fcntl.LOCK_EX)
-        yield path
-    finally:
-        os.close(directory)
-
-
-def _replace(path: Path, found: Hardware) -> None:
-    written = path.with_suffix(f".{os.getpid()}")
-    try:
-        written.write_text(json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        written.replace(path)
-    finally:
-        written.unlink(missing_ok=True)
 
 
 def kept_share(identity: Mapping[str, Any], num_local_ranks: int) -> Hardware | None:
@@ -323,9 +334,7 @@ def _with_other_threads(identity: Mapping[str, Any]) -> Hardware | None:
     for path in sorted(_directory().glob("hardware-*.json")):
         try:
             found = read_hardware(str(path))
-        except (
-            ConfigError
-        ):  # of another version of this package, or cut short: it says nothing of this machine
+        except ConfigError:  # of another version, or cut short: it says nothing of this machine
             continue
         if {**found.identity, "torch_threads": None} == wanted:
             fitting.append(found)

@@ -1,14 +1,41 @@
-"""The home of each segment by the configuration's rules."""
+"""Homes and sizes: of segments by the configuration's rules, of buffers, of checkpointed units' inputs, of a rank.
+
+[Note: the formulas of ZeRO]
+Mixed-precision Adam keeps 2 bytes of parameter, 2 of gradient and K of states for each of Ψ parameters (Rajbhandari et
+al. 2020, section 3). Over N ranks a rank keeps (2 + 2 + K) Ψ at stage 0, (2 + 2 + K/N) Ψ at stage 1, (2 + (2 + K)/N) Ψ
+at stage 2 and (2 + 2 + K)/N Ψ at stage 3. K is 12 in the paper: an fp32 copy of the parameter and two moments. Here the
+fp32 layout keeps 16 bits beside a bf16 parameter in the place of the copy, so K is 10. It is 3 1/16 in the compact
+layout, the paper's 12 for fp16 parameters, and 8 for fp32 ones, which take 4 + 4 themselves.
+
+Three things differ. Stage 1 keeps a shard of the gradients, as stage 2 does. At stage 3 the small rest (norms, biases)
+stays whole on each device. And there is padding: each parameter begins at a multiple of 64 bytes, or of a block of the
+compact layout, and the shards of a unit are whole blocks of a file, up to 2,048 elements more for each rank (4,096 in
+the compact layout, whose scales are whole blocks, too). Those of the small rest are only in their files.
+
+[Note: efficiency by bandwidth]
+ZeRO-Infinity (arXiv 2104.07857) asks how fast memory must be that is not the device's. Its arithmetic intensity is the
+operations of a step for each byte that moves to or from that memory. While bytes move, nothing is computed, so
+the efficiency is the share of the time in which the device computes. It is 1/2 where moving takes as long as computing,
+which a schedule that overlaps both can hide completely.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
+
+from offloadzero.arithmetic.device_math import norm_scratch_bytes
 from offloadzero.config import OffloadConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
+from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
+from offloadzero.observe.texts import format_bytes
 from offloadzero.update.records import Record
+from offloadzero.update.spec import UpdateForm
 
 # The home of each segment, by the index of its record. Records with trainable parameters have one for the gradient.
 Placement = Mapping[tuple[int, SegmentKind], TierName]
@@ -98,3 +125,239 @@ def _move_share_to_device(
             allowed -= record.num_trainable
             for kind in (*record.layout(), SegmentKind.GRAD):
                 placement[record.index, kind] = TierName.DEVICE
+
+
+def largest_of(sizes: Iterable[int]) -> int:
+    """The bytes of a buffer for one at a time of these; 0 where there are none."""
+    return align_up(max(sizes, default=0))
+
+
+def grad_home_bytes(record: Record) -> int:
+    """The bytes of a gradient at home or in passing, in the dtype in which it is added up."""
+    return record.kept_trainable * record.grad_dtype.itemsize
+
+
+def unit_lease_bytes(
+    streamed: Sequence[Record],
+    config: OffloadConfig,
+    together: Sequence[Collection[int]],
+    *,
+    taken: int,
+    recomputes: bool,
+) -> int:
+    """The bytes for unit leases: the rest of the device budget, else the largest need and the units prefetched.
+
+    `recomputes`: backward runs forwards of sites while an operation that waits for them holds a weight. Within a
+    device budget that is too small for both it holds a copy: [Note: weights that find no room] in
+    streaming/saved_weights.py.
+    """
+    if not streamed:
+        return 0
+    sizes = {record.index: align_up(record.param_bytes) for record in streamed}
+    total = sum(sizes.values())
+    groups = ([sizes[index] for index in group if index in sizes] for group in together)
+    largest = max(sizes.values())
+    at_least = max(largest, *map(room_for, groups), 0)
+    if recomputes and config.budgets.device is None:
+        at_least = max(at_least, min(room_for((largest, largest)), total))
+    if config.budgets.device is not None:
+        wanted = (config.budgets.device - taken) // ALIGN_BYTES * ALIGN_BYTES
+    elif config.max_live_parameters is not None:
+        wanted = align_up(config.max_live_parameters * streamed[0].dtype.itemsize)
+    else:
+        wanted = at_least + largest * config.units.prefetch_units
+    return max(at_least, min(total, wanted))
+
+
+def update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
+    """The scratch of the updates on the device, which run one after another."""
+    on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
+    return largest_of(
+        r.spec.scratch_bytes(form, r.state.kept_trainable, compact=r.compact) for r in on_device
+    )
+
+
+def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
+    """The scratch of the norms of gradients on the device, which are taken one after another."""
+    if form is UpdateForm.NATIVE:  # the kernel that takes norms in host memory widens as it reads
+        return 0
+    on_device = [r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD].is_device]
+    return largest_of(norm_scratch_bytes(r.kept_parts) for r in on_device)
+
+
+def _updates_on_device(record: Record, placement: Placement) -> bool:
+    kinds = (*record.layout(), SegmentKind.GRAD)
+    return all(placement[record.index, kind].is_device for kind in kinds)
+
+
+def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Placement) -> int:
+    """The bytes of one update slot: the staged segments of one chunk, of the record with the most."""
+    largest = 0
+    for record in records:
+        if not record.num_trainable or _updates_on_device(record, placement):
+            continue
+        layout = record.layout()
+        tiers = {kind: placement[record.index, kind] for kind in layout}
+        grad_tier = placement[record.index, SegmentKind.GRAD]
+        staged = {kind: dtype for kind, (dtype, _) in layout.items() if not tiers[kind].is_host_memory}
+        if not grad_tier.is_host_memory:
+            staged[SegmentKind.GRAD] = record.grad_dtype
+        needed = 0
+        for kind, dtype in staged.items():  # the first chunk is the largest
+            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.state.kept_trainable))
+            needed += staggered((part.stop - part.start) * dtype.itemsize)
+        largest = max(largest, needed)
+    return largest
+
+
+MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than their memory
+NUM_INPUT_STAGING = 2  # buffers in each direction between device and file
+INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
+# Calls whose inputs are fetched ahead, by their tier.
+INPUTS_AHEAD = {TierName.DEVICE: 1, TierName.HOST: 1, TierName.NVME: 2}
+
+
+def may_leave(tensor: torch.Tensor, *, min_bytes: int = MIN_BYTES) -> bool:
+    """Whether an input moves; parameters, masks, indices, small and strided inputs do not."""
+    return (
+        tensor.is_floating_point()
+        and tensor.nbytes >= min_bytes
+        and not (tensor.is_leaf and tensor.requires_grad)
+        and _is_dense(tensor)
+    )
+
+
+def input_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that two inputs of a graph share if they are the same tensor, as long as both of them live."""
+    storage = tensor.untyped_storage()
+    return (storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one range of memory, in any order: empty_like then keeps the strides."""
+    return (
+        tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """The bytes for the inputs of checkpointed units until backward, by tier; `input_bytes` are those of one call."""
+
+    tier: TierName
+    input_bytes: int
+    kept_bytes: int  # those of one call that this rank keeps; fewer where ranks divide inputs
+    device: int  # the memory for inputs that come back
+    host: int
+    nvme: int
+
+    def tier_bytes(self, tier: TierName) -> int:
+        return {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.NVME: self.nvme}[tier]
+
+
+def input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | None:
+    """Plan the inputs of so many units; None: none leave the device, or their size is not given."""
+    checkpointing = config.activation_checkpoints
+    if checkpointing is None or checkpointing.input_bytes is None or not num_checkpointed:
+        return None
+    tier, each = checkpointing.tier, align_up(checkpointing.input_bytes)
+    kept = align_up(-(-each // config.num_input_parts))
+    is_on_host = tier.is_host_memory
+    return InputPlan(
+        tier=tier,
+        input_bytes=each,
+        kept_bytes=kept,
+        device=(1 + INPUTS_AHEAD[tier]) * each,
+        host=num_checkpointed * kept if is_on_host else 2 * NUM_INPUT_STAGING * kept,
+        nvme=0 if is_on_host else num_checkpointed * kept,
+    )
+
+
+STAGES = (0, 1, 2, 3)
+PARAM_BYTES = 2
+GRAD_BYTES = 2
+STATE_BYTES = 12  # fp32 master weight, two fp32 moments
+
+
+def state_bytes(num_trained: float, *, stage: int, num_ranks: int, num_frozen: float = 0) -> float:
+    """Return the bytes of parameters, gradients and optimizer states that one rank holds by ZeRO's formulas.
+
+    `num_trained` parameters have all three, `num_frozen` ones are parameters alone. Raises ConfigError for a stage that
+    does not exist.
+    """
+    if stage not in STAGES:
+        raise ConfigError("zero_optimization.stage", stage, "0, 1, 2 or 3")
+    divided = {0: 0, 1: STATE_BYTES, 2: STATE_BYTES + GRAD_BYTES, 3: STATE_BYTES + GRAD_BYTES + PARAM_BYTES}
+    whole = PARAM_BYTES + GRAD_BYTES + STATE_BYTES - divided[stage]
+    of_frozen = PARAM_BYTES * num_frozen / (num_ranks if stage == 3 else 1)
+    return num_trained * (whole + divided[stage] / num_ranks) + of_frozen
+
+
+def efficiency_unoverlapped(flops_per_byte: float, *, bytes_per_s: float, flops_per_s: float) -> float:
+    """Return the share of the time in which a device of `flops_per_s` computes if nothing overlaps."""
+    fed = flops_per_byte * bytes_per_s
+    return fed / (fed + flops_per_s)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of homes; the first three by the formulas, of which a rank's part need be no whole number.
+
+    [Note: the formulas of ZeRO]
+    """
+
+    params: float
+    grads: float
+    states: float
+    whole: float  # of parameters, more than the formula has: they are not divided
+    total: int  # of all homes
+
+    @property
+    def formula(self) -> float:
+        return self.params + self.grads + self.states
+
+    @property
+    def padding(self) -> float:
+        """The rest: borders of parameters, and file blocks."""
+        return self.total - self.formula - self.whole
+
+    def text(self) -> str:
+        parts = {"parameters": self.params, "gradients": self.grads, "states": self.states}
+        by_formula = " + ".join(f"{name} {format_bytes(round(size))}" for name, size in parts.items())
+        beyond = {"parameters that are not divided": self.whole, "padding": self.padding}
+        more = [f"{format_bytes(round(size))} {name}" for name, size in beyond.items() if round(size)]
+        return f"homes {format_bytes(self.total)}: {'; '.join([f'ZeRO {by_formula}', *more])}"
+
+
+def rank_bytes(
+    records: Sequence[Record], placement: Placement, *, grads_have_homes: bool, gathers_params: bool
+) -> RankBytes:
+    """Add up the homes of this rank. `gathers_params`: the stage is 3."""
+    params = grads = states = whole = 0.0
+    total = 0
+    for record in records:
+        num_params = sum(slot.num_elements for slot in record.slots)
+        num_trainable = sum(slot.num_elements for slot in record.trainable_slots)
+        num_ranks = record.shard.world_size
+        all_params = num_params * record.dtype.itemsize
+        params += all_params / num_ranks if gathers_params else all_params
+        if gathers_params and not record.is_gathered:
+            whole += all_params - all_params / num_ranks
+        states += num_trainable * _state_bytes(record) / num_ranks
+        homes = dict(record.layout())
+        if num_trainable and (grads_have_homes or placement[record.index, SegmentKind.GRAD].is_device):
+            grads += num_trainable * record.grad_dtype.itemsize / num_ranks
+            homes[SegmentKind.GRAD] = (record.grad_dtype, record.kept_trainable)
+        for kind, (dtype, count) in homes.items():
+            num_bytes = count * dtype.itemsize
+            on_file = placement[record.index, kind].is_file
+            total += align_up(num_bytes) if on_file else num_bytes
+    return RankBytes(params, grads, states, whole, total)
+
+
+def _state_bytes(record: Record) -> float:
+    """K, the bytes of states of one element of a record."""
+    of_params = (SegmentKind.PARAM, SegmentKind.SCALES)
+    whole = sum(dtype.itemsize for kind, (dtype, _) in record.layout().items() if kind not in of_params)
+    scales = num_scales(COMPACT_BLOCK) * torch.float32.itemsize / COMPACT_BLOCK if record.compact else 0.0
+    return whole + scales

@@ -25,16 +25,20 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.planning.buffers import (
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.homes import (
+    INPUT_BYTES_KEY,
+    InputPlan,
+    Placement,
     grad_home_bytes,
+    input_plan,
     largest_of,
     norms_scratch_bytes,
+    place,
     unit_lease_bytes,
     update_scratch_bytes,
     update_slot_bytes,
 )
-from offloadzero.planning.homes import Placement, place
-from offloadzero.planning.inputs import INPUT_BYTES_KEY, InputPlan, input_plan
 from offloadzero.ranks.shard import divides_params, kept_elements
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
@@ -91,7 +95,6 @@ class MemoryPlan:
     choice: tuple[str, ...] = ()  # sentences on how "auto" has chosen by time, and what would be slower
 
     def tier_bytes(self, tier: TierName) -> int:
-        """All bytes that are reserved in `tier`."""
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
@@ -117,7 +120,6 @@ class MemoryPlan:
         return sum(line.num_bytes for line in self.lines if line.what == kept and not line.tier.is_device)
 
     def table(self) -> str:
-        """Return a table of the bytes per tier."""
         rows = []
         for tier in TierName:
             total = self.tier_bytes(tier)
@@ -130,16 +132,6 @@ class MemoryPlan:
                 if line.tier is tier and line.num_bytes
             ]
         return "\n".join(rows)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Return a size with three figures and a binary unit."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def waits_on_nvme(config: OffloadConfig) -> bool:
@@ -206,8 +198,6 @@ def keeps_gradients(config: OffloadConfig) -> bool:
 
 
 class _Sheet:
-    """Adds up the lines of a table."""
-
     def __init__(self) -> None:
         self.lines: list[PlanLine] = []
 

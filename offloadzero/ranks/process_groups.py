@@ -29,7 +29,8 @@ from torch import Tensor
 
 from offloadzero.config import PARTITION_KEY
 from offloadzero.config.schema import MeshConfig
-from offloadzero.core.interrupts import interruptible, is_interrupt, uninterrupted
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.core.launch import launched_local_size
 from offloadzero.core.torch_private import is_process_group, timeout_of_process_group, without_bound_device
 from offloadzero.errors import ConfigError, RankError, StateError
@@ -254,16 +255,13 @@ class Channel(Collectives):
         """Look for ranks that have failed, or have closed without the collective of that number."""
         self._board.look(what, self.members, (self._place, number))
 
-    @interruptible
     def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
         first_s = time.monotonic()
         while True:
-            if uninterrupted.pending:
-                uninterrupted.raise_unless_waiting()
             begun_s = time.monotonic()
             try:
-                work.wait(look_up)
+                interrupts.wait(work.wait, look_up)
                 return
             except RuntimeError:
                 # Work that has failed need not be complete: only the time tells its errors from the end of a wait.

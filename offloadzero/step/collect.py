@@ -1,7 +1,7 @@
 """The collection of gradients from autograd, unit by unit, in leases on the device.
 
 [Note: what a backward leaves that does not finish]
-The hooks run under `uninterrupted`: a gradient that autograd has brought is taken, unless a wait inside was left. Each
+The hooks are `uninterrupted`: a gradient that autograd has brought is taken, unless a wait inside was left. Each
 wait comes before the change that it is for, so an error there leaves a gradient that is either not taken yet or on its
 way home; dropping the gradients is then enough. A gradient that a hook never saw (another hook raised) is recognised by
 the number of its backward, and is not added to.

@@ -37,7 +37,7 @@ import torch
 
 from offloadzero.config import LossScaleConfig
 from offloadzero.core.fail_points import through
-from offloadzero.core.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.interrupts import hold_until, uninterrupted
 from offloadzero.core.torch_private import (
     NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
@@ -80,10 +80,9 @@ class _Backward:
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
-    @uninterrupted_from_start
+    @uninterrupted
     def __call__(self) -> None:
-        with uninterrupted:
-            self._end()
+        self._end()
 
 
 class _Running:
@@ -281,16 +280,16 @@ class StepCoordinator:
             return self._accounts.applied_text(self._account)
         return f"step {self._account.step} was applied in backward, and step() was not called"
 
+    @uninterrupted
     def give_up_step(self) -> None:
         """Drop the step that was begun, even if a part of it was applied: a checkpoint replaces the states."""
         self._expect_backward_ended()
-        with uninterrupted:
-            self._jobs = {}
-            self._changes.close_updates()
-            self._in_backward = False
-            self._accumulation.drop_backwards()
-            self.collector.abandon()
-            self._window.drop()
+        self._jobs = {}
+        self._changes.close_updates()
+        self._in_backward = False
+        self._accumulation.drop_backwards()
+        self.collector.abandon()
+        self._window.drop()
 
     def resolve(self, *, is_whole: bool) -> None:
         """Go on after `give_up_step`, also after a partial step if `is_whole`: the new states are those of one step."""
@@ -339,7 +338,7 @@ class StepCoordinator:
         try:
             self._send_rest()
         finally:
-            uninterrupted.until = None
+            hold_until(None)
         self._clock.timeline.lap("backward: the rest", leaves_model=True)
         self._in_backward = False
         self.collector.end_backward()
@@ -403,7 +402,7 @@ class StepCoordinator:
         self._changes.begin_update(gradient.record.index, job.ticket, in_backward=True)
         self._jobs[gradient.record.index] = job
         # Training cannot stop with half of the updates done.
-        uninterrupted.until = None if self._backward is None else self._backward.reference
+        hold_until(None if self._backward is None else self._backward.reference)
         return job
 
     def _make_job(self, gradient: RecordGradient, account: Account) -> UpdateJob:
@@ -511,6 +510,7 @@ class StepCoordinator:
             self._failures.spoil(lost)
             raise lost
 
+    @uninterrupted
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero (`optimizer.zero_grad()`).
 
@@ -520,18 +520,17 @@ class StepCoordinator:
         if not self._is_alone:
             self._wait_decided()  # [Note: where a refused step is told]
         self._group.note_write("zero_grad", set_to_none)
-        with uninterrupted:
-            self._failures.check_readable()
-            self._expect_droppable()
-            self._jobs = {}
-            self._changes.close_updates()
-            self._in_backward = False
-            self.collector.abandon()
-            if set_to_none or self.policy.update_in_backward:
-                self._window.drop()
-            else:
-                self._window.zero()
-            self._accumulation.drop_backwards()
+        self._failures.check_readable()
+        self._expect_droppable()
+        self._jobs = {}
+        self._changes.close_updates()
+        self._in_backward = False
+        self.collector.abandon()
+        if set_to_none or self.policy.update_in_backward:
+            self._window.drop()
+        else:
+            self._window.zero()
+        self._accumulation.drop_backwards()
 
     def _expect_droppable(self) -> None:
         """Refuse where the weights have some of the gradients. Resolve an error that was raised."""

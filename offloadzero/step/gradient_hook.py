@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 
 import torch
 
-from offloadzero.core.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.interrupts import call_late, held, uninterrupted, uninterrupted_itself
 from offloadzero.core.torch_private import current_graph_task_id
 from offloadzero.observe.timeline import Timeline
 from offloadzero.step.coordinator import StepCoordinator
@@ -24,7 +25,7 @@ class GradientHooks:
     def __init__(self, coordinator: StepCoordinator, timeline: Timeline) -> None:
         self._coordinator = coordinator
         take = _taking(coordinator)
-        self._take = _timed(take, timeline) if timeline.is_on else take
+        self._take = uninterrupted(_timed(take, timeline)) if timeline.is_on else take
 
     def of(self, record: Record, slot: ParamSlot) -> GradientHook:
         """Make the function that autograd calls when the parameter's gradient is in `param.grad`."""
@@ -44,10 +45,8 @@ def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], 
 
     # A gradient that autograd has put into `param.grad` is taken before an interrupt is raised.
 
-    @uninterrupted_from_start
+    @uninterrupted_itself
     def take(index: int, number: int, _: torch.Tensor) -> None:
-        # `with uninterrupted` is written out here: its two calls would take as long as the rest.
-        uninterrupted.depth += 1
         try:
             step = reference()
             if step is not None:
@@ -58,9 +57,8 @@ def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], 
                 if gradient is not None:
                     step.complete(gradient)
         finally:
-            uninterrupted.depth -= 1
-            if uninterrupted.pending and uninterrupted.depth <= 0:
-                uninterrupted.raise_unless_waiting()
+            while held.pending and call_late(sys._getframe(1)):
+                pass
 
     return take
 
@@ -68,9 +66,8 @@ def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], 
 def _timed(
     take: Callable[[int, int, torch.Tensor], None], timeline: Timeline
 ) -> Callable[[int, int, torch.Tensor], None]:
-    @uninterrupted_from_start
     def timed_take(index: int, number: int, gradient: torch.Tensor) -> None:
-        with uninterrupted, timeline.launching():
+        with timeline.launching():
             take(index, number, gradient)
 
     return timed_take

@@ -23,6 +23,7 @@ from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.torch_private import active_ddp_module, current_autograd_node
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.arena import Arena, BufferPool
+from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
@@ -113,19 +114,25 @@ class Executor:
             if index == residency.current and unit.residency is READY and stream in unit.arrived_for:
                 return
             self._store.failures.check_readable()
-            with uninterrupted:
-                begun = None
-                if self._has_streams:  # the kind of use on the timeline
-                    what = "forward" if not guard else "backward" if runs_node else "read"
-                    begun = self._clock.begin(what, unit.record.name)
-                residency.begin_use(index, evaluating=evaluating)
-                if unit.residency is RELEASED:
-                    lease = self.leases.lease_on_demand(unit, ends_guards=not guard and not runs_node)
-                    self.leases.start_fetch(unit, lease)
-                if evaluating or index != residency.planned_use:
-                    self.leases.prefetch()
-                if unit.residency is FETCHING or stream not in unit.arrived_for:
-                    self.leases.complete_fetch(unit, stream, since=begun)
+            self._bring(unit, stream, guard=guard, runs_node=runs_node, evaluating=evaluating)
+
+    @uninterrupted
+    def _bring(
+        self, unit: LeasedUnit, stream: Stream | None, *, guard: bool, runs_node: bool, evaluating: bool
+    ) -> None:
+        residency, index = self.residency, unit.record.index
+        begun = None
+        if self._has_streams:  # the kind of use on the timeline
+            what = "forward" if not guard else "backward" if runs_node else "read"
+            begun = self._clock.begin(what, unit.record.name)
+        residency.begin_use(index, evaluating=evaluating)
+        if unit.residency is RELEASED:
+            lease = self.leases.lease_on_demand(unit, ends_guards=not guard and not runs_node)
+            self.leases.start_fetch(unit, lease)
+        if evaluating or index != residency.planned_use:
+            self.leases.prefetch()
+        if unit.residency is FETCHING or stream not in unit.arrived_for:
+            self.leases.complete_fetch(unit, stream, since=begun)
 
     def uses_again(self, index: int, unit: LeasedUnit) -> bool:
         """Do `touch(guard=True)` in the case of most weights: the unit was used last, and nothing else is guarded.

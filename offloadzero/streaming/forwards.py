@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offloadzero.core.interrupts import uninterrupted, uninterrupted_from_start
+from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.torch_private import sharder_of, skip_frame
 from offloadzero.errors import StateError
 from offloadzero.parameters.weight import AwayParameter, present_class_of
@@ -204,11 +204,10 @@ class FoundTensors:
             _put(present)
 
 
-@uninterrupted_from_start
+@uninterrupted
 def _put(entries: Iterable[_Entry]) -> None:
-    with uninterrupted:
-        for tensors, name, tensor in entries:
-            tensors[name] = tensor
+    for tensors, name, tensor in entries:
+        tensors[name] = tensor
 
 
 skip_frame(Forward._bind_anew, with_calls=True)

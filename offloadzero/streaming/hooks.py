@@ -51,7 +51,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
-from offloadzero.core.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
+from offloadzero.core.interrupts import call_script, uninterrupted
 from offloadzero.core.torch_private import (
     import_compiler,
     is_any_autocast_enabled,
@@ -123,19 +123,16 @@ class _SiteForward(Forward):
         self._timeline = hooks.timeline
         self._lap = f"forward {site.name or 'model'}"
 
-    @uninterrupted_from_start
+    @uninterrupted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if type(self._module).forward is not self._of_class:
             self._bind_anew()
         has_pushed = self._enter()
         try:
-            if uninterrupted.pending:
-                raise_held()
-            return self._forward(*args, **kwargs)
+            return call_script(self._forward, *args, **kwargs)
         finally:
             self._leave(has_pushed)
 
-    @uninterrupted_from_start
     def _enter(self) -> bool:
         """Pin the units; return whether saved-tensor hooks were pushed. An error leaves everything as it was."""
         hooks = self._hooks
@@ -145,13 +142,12 @@ class _SiteForward(Forward):
             expect_not_sharded(self._module)
         if self.is_root:
             interrupts.install()  # the script may have set a handler since
-        with held:
-            hooks.executor.expect_no_capture()  # before a mark would become a part of it
-            if not self._timeline.is_on:
-                return self._begin()
-            self._timeline.enter_model()
-            with self._timeline.launching():
-                return self._begin()
+        hooks.executor.expect_no_capture()  # before a mark would become a part of it
+        if not self._timeline.is_on:
+            return self._begin()
+        self._timeline.enter_model()
+        with self._timeline.launching():
+            return self._begin()
 
     def _begin(self) -> bool:
         hooks = self._hooks
@@ -171,15 +167,13 @@ class _SiteForward(Forward):
         self._hooks.commit_gathered(self._records)
         self._hooks.executor.enter_forward(self._records, is_root=self.is_root)
 
-    @uninterrupted_from_start
     def _leave(self, has_pushed: bool) -> None:
-        with uninterrupted:
-            if not self._timeline.is_on:
-                self._end(has_pushed)
-                return
-            with self._timeline.launching():
-                self._end(has_pushed)
-                self._timeline.lap(self._lap, is_part=self._hooks.executor.is_in_forward)
+        if not self._timeline.is_on:
+            self._end(has_pushed)
+            return
+        with self._timeline.launching():
+            self._end(has_pushed)
+            self._timeline.lap(self._lap, is_part=self._hooks.executor.is_in_forward)
 
     def _end(self, has_pushed: bool) -> None:
         if is_any_autocast_enabled() and self._records and self._hooks.keeps_no_casts():
@@ -207,12 +201,12 @@ class _CheckpointedForward(Forward):
         self._name = name
         self._hooks = hooks
 
-    @uninterrupted_from_start
+    @uninterrupted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if type(self._module).forward is not self._of_class:
             self._bind_anew()
         if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
+            return call_script(self._forward, *args, **kwargs)
         if running_transform() is not None:
             raise StateError(
                 f"{self._name}: backward computes it again, outside of the transform of torch.func: leave it out of "
@@ -236,12 +230,9 @@ class _CheckpointedForward(Forward):
                 # traceback is gone, and then pop the innermost pair, whichever it is.
                 failure = error
 
-        with held:
-            self._hooks.push_input_hooks(self._name)
+        self._hooks.push_input_hooks(self._name)
         try:
-            if uninterrupted.pending:
-                raise_held()
-            result = checkpoint(run, *leaves, use_reentrant=False)
+            result = call_script(checkpoint, run, *leaves, use_reentrant=False)
         except Exception:
             if failure is None:  # else torch missed the frames after the error
                 raise
@@ -258,7 +249,8 @@ class _CheckpointedForward(Forward):
 
 # The compiler goes from a site's wrapper to the wrapped forward. Of this package it sees nothing but the dict that a
 # module's parameters come from: those of a present unit are then in the graph, and a read of another unit's ends it.
-skip_frame(_SiteForward.__call__, with_calls=False)
+for _function in (_SiteForward.__call__, call_script):
+    skip_frame(_function, with_calls=False)
 for _function in (_SiteForward._enter, _SiteForward._leave):
     skip_frame(_function, with_calls=True)
 skip_frame(_WatchedParameters.__getitem__, with_calls=True, inlined=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.torch_private import current_autograd_node
 from offloadzero.errors import StateError
 from offloadzero.memory.lanes import order_compute_after
@@ -129,11 +128,10 @@ class UnitChanges:
 
     def make_stale(self, unit: LeasedUnit, ticket: Ticket, *, is_edit: bool = False) -> None:
         """Give the unit's lease up: its next use fetches it again, behind `ticket`."""
-        with uninterrupted:
-            self._leases.wait_arrived(unit)
-            unit.change(ticket, is_edit=is_edit)
-            if unit.residency is not HOME and unit.residency is not RELEASED:
-                self._leases.release(unit)
+        self._leases.wait_arrived(unit)
+        unit.change(ticket, is_edit=is_edit)
+        if unit.residency is not HOME and unit.residency is not RELEASED:
+            self._leases.release(unit)
 
     def expect_no_late_write(self, index: int) -> None:
         """Raise if a write through a kept view has not reached the unit's home: [Note: kept views]."""

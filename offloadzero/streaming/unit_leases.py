@@ -18,8 +18,7 @@ from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, Lease, align_up
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import TieredStore
-from offloadzero.observe.clock import StepClock
-from offloadzero.observe.stream_clock import Mark
+from offloadzero.observe.clock import Mark, StepClock
 from offloadzero.schedule.prefetch import Evict, Move
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy

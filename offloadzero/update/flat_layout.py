@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.core.constants import COMPACT_BLOCK
+from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 
 PARAM_ALIGN_BYTES = 64  # as torch's CPU allocator: kernels see the alignment that they see without offloading
@@ -28,8 +30,7 @@ class ParamSlot:
     group_index: int | None  # of the optimizer's param_groups; None: frozen
     index: int = 0  # in its record's slots
     step: int = 0  # updates so far
-    num_writes: int = 0  # other than updates
-    num_state_writes: dict[str, int] = field(default_factory=dict)  # the same, by the state's name
+    num_writes: Counter[SegmentKind] = field(default_factory=Counter)  # other than updates
 
     @property
     def trainable(self) -> bool:

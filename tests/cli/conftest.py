@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offloadzero.cli.plan.model import ModelSource
-from offloadzero.planning.model.shapes import ModelShape
+from offloadzero.planning.model.shapes import ModelShape, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, trace_blocks
 
 

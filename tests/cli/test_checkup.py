@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offloadzero.cli.checkup import Drive, Facts, Severity, check
+from offloadzero.cli.doctor import Drive, Facts, Severity, check
 
 GIB = 1 << 30
 DRIVE = Drive("/mnt/nvme", "xfs", True, "O_DIRECT", False, 500 * GIB, 6e9, 4e9)

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from offloadzero.cli.bench import traffic
-from offloadzero.cli.bench.points import MIB, Point, Traffic
+from offloadzero.cli.bench import nvme
+from offloadzero.cli.bench.traffic import MIB, Point, Traffic
 from offloadzero.cli.main import main
 from offloadzero.config import load_config
 from offloadzero.errors import ConfigError
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     keep = place / "keep.bin"
     keep.write_bytes(b"mine")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traffic, "AioEngine", CountingEngine)
+        patch.setattr(nvme, "AioEngine", CountingEngine)
         begun_s = time.monotonic()
         arguments = ["bench", "nvme", str(place), "--size", "32MiB", "--time", "8s"]
         status = main([*arguments, "--json", str(place / "result.json")])

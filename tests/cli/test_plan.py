@@ -13,12 +13,10 @@ import pytest
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan.answer import Planner
 from offloadzero.cli.plan.command import FORMAT, read_count
-from offloadzero.cli.plan.model import read_model
 from offloadzero.errors import ConfigError
 from offloadzero.observe.bound import CORES
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.model.shapes import read_shape
+from offloadzero.planning.hardware import Hardware, Memory
+from offloadzero.planning.model.shapes import read_model, read_shape
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 

@@ -16,15 +16,16 @@ from torch import nn
 
 import offloadzero
 from offloadzero.cli.plan.answer import Planner, Question, building_notes, drive_bytes, in_memory
-from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine import planned_model
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
-from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.engine_plan import MAX_BUDGET, memory_with, needed, with_keys
+from offloadzero.planning.hardware import Memory
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.streaming.building.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import TinyModel, settings, train

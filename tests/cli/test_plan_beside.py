@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.cli.bench.points import MIB
-from offloadzero.cli.plan import beside
-from offloadzero.cli.plan.beside import copies_beside, drive_beside
+from offloadzero.cli.bench.traffic import MIB
+from offloadzero.cli.plan import computation as beside
+from offloadzero.cli.plan.computation import copies_beside, drive_beside
 
 
 def computes_for(seconds: float) -> Callable[[], object]:
@@ -45,7 +45,7 @@ def test_a_slow_computation_has_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert copies_beside(computes_for(0.01)) > 0
     assert len(turns) == beside.NUM_TURNS
     assert min(turns) >= 0.04, "four micro batches"
-    monkeypatch.setattr(beside, "MOST_S", 0.1)
+    monkeypatch.setattr(beside, "MOST_BESIDE_S", 0.1)
     monkeypatch.setattr(beside, "MOST_TURN_S", 0.1)
     for seconds, expected in ((0.05, 0.1), (0.2, 0.2)):
         turns.clear()

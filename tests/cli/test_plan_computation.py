@@ -15,21 +15,20 @@ from offloadzero.cli.main import main
 from offloadzero.cli.plan import computation, measure
 from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
-from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, Device, find_device
 from offloadzero.planning import hardware
-from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import (
     Hardware,
+    Memory,
     cache_file,
     hardware_from_json,
     model_key,
     read_hardware,
     share_of,
 )
-from offloadzero.planning.model.shapes import ModelShape
+from offloadzero.planning.model.shapes import ModelShape, ModelSource, read_model
 from offloadzero.planning.model.trace import loss_of_ids, trace_micro_batch
 from offloadzero.update.spec import UpdateForm
 from tests.planning.test_time_model import KNOWN
@@ -211,16 +210,6 @@ def test_a_model_without_room_is_refused_before_it_is_traced(monkeypatch: pytest
         rates(read_model(SHAPE), room=1 << 10)
 
 
-def test_a_model_for_a_device_needs_room_on_the_host_where_it_is_made() -> None:
-    """A shape is made on the device itself; what a function makes is made in fp32 beside it."""
-    made = ModelSource("a:function", lambda: read_model(SHAPE).build())
-    count = sum(param.numel() for param in made.build().parameters())
-    rates(made, device=Card(), host_room=8 * count)
-    with pytest.raises(NotMeasuredError, match="more than half of the memory"):
-        rates(made, device=Card(), host_room=8 * count - 2)
-    rates(read_model(SHAPE), device=Card(), host_room=0)
-
-
 def test_a_tied_head_is_measured_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[nn.Module] = []
 
@@ -320,21 +309,21 @@ def test_a_model_gets_half_of_what_is_free_beside_this_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In a control group of 1 GiB the half of all would not be free beside Python, torch and the probe."""
-    rooms: list[tuple[int, int | None]] = []
+    rooms: list[int] = []
 
     class Free(CpuDevice):
         def free_bytes(self) -> int | None:
             return of_card
 
-    def measured(*_: Any, room: int, host_room: int | None, **__: Any) -> Computation:
-        rooms.append((room, host_room))
+    def measured(*_: Any, room: int, **__: Any) -> Computation:
+        rooms.append(room)
         return OWN
 
     monkeypatch.setattr(measure, "find_device", lambda _: Free())
     monkeypatch.setattr(measure, "available_host_bytes", lambda: 3 * GIB)
     monkeypatch.setattr(measure, "micro_batch_rates", measured)
     with_model(machine)
-    assert rooms == [(3 * GIB, None) if of_card is None else (of_card, 3 * GIB)]
+    assert rooms == [of_card or 3 * GIB]
     capsys.readouterr()
 
 

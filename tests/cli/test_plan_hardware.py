@@ -13,12 +13,9 @@ import pytest
 
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan import computation, measure
-from offloadzero.cli.plan.beside import DriveBeside
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import cache_file, hardware_from_json, keep, read_hardware
-from offloadzero.planning.step.rates import Computation
+from offloadzero.planning.hardware import Memory, cache_file, hardware_from_json, read_hardware
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
@@ -185,31 +182,6 @@ def test_a_cache_that_cannot_be_written_or_read_loses_no_measurement(
         assert measure.this_hardware("cpu", [], fresh=False).rates == MEASURED
     assert "What was measured before is not used: --hardware = " in capsys.readouterr().err
     assert read_hardware(str(kept)).rates == MEASURED
-
-
-@pytest.mark.parametrize("device", [None, GIB])
-def test_kept_rates_of_a_version_that_measured_less_are_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int | None
-) -> None:
-    """They were taken as they were, and forecasts stayed those of work that costs a computation its own time."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    here = measure.memory_only("cpu", [tmp_path])
-    here = replace(here, memory=replace(here.memory, device=device))
-    monkeypatch.setattr(measure, "memory_only", lambda *_: here)
-    asked: list[Any] = []
-    monkeypatch.setattr(measure, "block_micro_batch", lambda _: int)
-    monkeypatch.setattr(measure, "copies_beside", lambda _: asked.append(0) or 1e-10)
-    monkeypatch.setattr(measure, "updates_beside", lambda _: {"fp32": 2e-11, "compact": 3e-11})
-    monkeypatch.setattr(measure, "drive_beside", lambda *_: DriveBeside(4e-11, 0.5))
-    keep(replace(here, rates=KNOWN, of_models={"a model": Computation(1.0, 2.0, 0.5)}))
-    complete = replace(KNOWN, holds={**MEASURED.holds, "drive": 4e-11}, nvme_beside=0.5)
-    for _ in range(2):
-        found = measure.this_hardware("cpu", [tmp_path], fresh=False)
-        assert found.rates == (complete if device is None else KNOWN)
-        assert len(asked) == (1 if device is None else 0)
-    kept = read_hardware(str(cache_file(here.identity)))
-    assert kept.rates == found.rates
-    assert list(kept.of_models) == ["a model"]
 
 
 @pytest.mark.parametrize("form", [UpdateForm.NATIVE, UpdateForm.TORCH])

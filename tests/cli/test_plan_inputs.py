@@ -11,13 +11,14 @@ from torch import nn
 
 import offloadzero
 from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.cli.plan.report import step_of
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
-from offloadzero.planning.fit import Memory, with_keys
+from offloadzero.planning.engine_plan import with_keys
+from offloadzero.planning.hardware import Memory
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.update.spec import UpdateForm
 from tests.cli.test_plan_traffic import measured
 from tests.support.tiny import settings

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import Loop, plan_model
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.fit import ENOUGH
+from offloadzero.planning.engine_plan import ENOUGH
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from tests.support import models
 from tests.support.tiny import REPOSITORY, TinyModel, settings
 from tests.support.training import PLACEMENTS, make_config

@@ -13,10 +13,9 @@ from torch import nn
 
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.output import make_page, page_template
-from offloadzero.cli.plan.page import PAGE
+from offloadzero.cli.plan.report import PAGE
 from offloadzero.observe.bound import CORES
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.hardware import Hardware, Memory
 from offloadzero.planning.step.forecast import OVERLAP
 from tests.cli.test_plan import GIB, MACHINE, MIB, words
 from tests.cli.test_report import HOSTILE, Page

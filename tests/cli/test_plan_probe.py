@@ -14,7 +14,7 @@ from offloadzero.cli.output import Progress
 from offloadzero.cli.plan import computation, measure
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.step.rates import Computation, Rates
+from offloadzero.planning.step.forecast import Computation, Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -146,11 +146,12 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(computation, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(measure, "DRIVE_FILE_BYTES", 16 * MIB)
     drive = measure.drive_rates
 
     def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:
         assert time_s > 10
-        return drive(paths, time_s=5.0, num_bytes=16 * MIB)
+        return drive(paths, time_s=5.0)
 
     monkeypatch.setattr(measure, "drive_rates", small_drive)
     rates = measure.measure(find_device("cpu"), [tmp_path / "made later"])

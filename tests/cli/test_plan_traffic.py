@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.timeline import COMPUTE, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
-from offloadzero.planning.step.work import AFTER, StepTraffic, step_traffic, work_of_step
+from offloadzero.planning.model.shapes import ModelSource
+from offloadzero.planning.step.forecast import plan_step
+from offloadzero.planning.step.work import AFTER, StepTraffic, work_of_step
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from tests.cli.test_plan_model import CONFIGS, PLENTY
@@ -43,7 +44,7 @@ LEASES = {
 
 def forecast(build: Callable[[], nn.Module], config: dict[str, Any]) -> StepTraffic:
     found = plan_model(ModelSource("", build).on_meta(), load_config(config), available=PLENTY)
-    return step_traffic(found.records, found.plan, found.config, uses=uses_of(found.cut))
+    return plan_step(found.records, found.plan, found.config, uses=uses_of(found.cut), trace=None).traffic
 
 
 def measured(

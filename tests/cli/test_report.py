@@ -14,7 +14,7 @@ import pytest
 from offloadzero.cli import report
 from offloadzero.cli.main import main
 from offloadzero.cli.output import make_page, page_template
-from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, trace_events
+from offloadzero.observe.monitor import FORMAT, FORMAT_VERSION, trace_events
 from offloadzero.observe.timeline import Span
 from tests.support.tiny import make_engine, settings, train
 

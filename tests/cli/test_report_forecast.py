@@ -13,8 +13,8 @@ import torch
 import offloadzero
 from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.plan.command import FORMAT, FORMAT_VERSION
-from offloadzero.cli.plan.model import read_model
-from offloadzero.observe.run_dir import FORECAST_FORMAT
+from offloadzero.observe.monitor import FORECAST_FORMAT
+from offloadzero.planning.model.shapes import read_model
 from tests.cli.test_plan import SHAPE, words
 from tests.cli.test_report import make, step_record, write_run
 from tests.support.tiny import settings

@@ -44,7 +44,7 @@ from typing import Any, TextIO
 import torch
 
 import offloadzero
-from offloadzero.core.interrupts import UninterruptedThroughout, held, uninterrupted
+from offloadzero.core.interrupts import uninterrupted
 from tests.support.tiny import TinyModel, settings, tokens
 
 PACKAGE = str(Path(offloadzero.__file__).parent) + os.sep
@@ -299,14 +299,11 @@ class InjectedError(RuntimeError):
 class InjectedFault(Injected):
     """An error in the place of an interrupt: nothing holds it back."""
 
-    # The end of a section calls nothing and takes no memory, and is as deep in the stack as its beginning, which was
-    # called: no error can come there.
-    _ENDS = frozenset(
-        section.__exit__.__code__ for section in (type(uninterrupted), type(held), UninterruptedThroughout)
-    )
+    # The end of an uninterrupted function calls nothing and takes no memory: no error can come there.
+    _END = uninterrupted(len).__code__
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        if frame.f_code not in self._ENDS:
+        if frame.f_code is not self._END:
             super()._look(frame, event, argument)
 
     def _strike(self, frame: FrameType) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from offloadzero import AioError, StateError, zero
 from offloadzero.core import interrupts
+from offloadzero.streaming.building.spill import SpilledWeight
 from tests.engine.built import build, masters, stored_bytes
 from tests.support.faults import fails, replaced
 from tests.support.tiny import TinyModel, make_engine, settings, tokens
@@ -42,31 +43,31 @@ def test_a_built_model_evaluates_and_saves(built: TinyModel) -> None:
     assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
-def test_ctrl_c_in_a_write_does_not_hold_the_next_one_back(built: TinyModel, place: str) -> None:
-    """At the first line of the section that makes the write whole, and of its end."""
-    code = getattr(interrupts.UninterruptedThroughout, place).__code__
+@pytest.mark.parametrize("number", [1, 2])
+def test_ctrl_c_in_a_write_does_not_hold_the_next_one_back(built: TinyModel, number: int) -> None:
+    """At a first and a second line of the function that makes the write whole."""
+    code, num_lines = SpilledWeight.assign.__code__, 0
     weight = built.blocks[0].up.weight
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is code and event == "line":
+        nonlocal num_lines
+        num_lines += frame.f_code is code and event == "line"
+        if num_lines == number:
             sys.settrace(None)
             os.kill(os.getpid(), signal.SIGINT)
         return trace
 
     before = weight.detach().clone()
     # An engine whose backward has failed in this process has left a dead one.
-    around = interrupts.uninterrupted.until
-    assert around is None or around() is None
+    assert interrupts.held.until() is None
     sys.settrace(trace)
     try:
         with pytest.raises(KeyboardInterrupt):
             weight.data = before * 2
     finally:
         sys.settrace(None)
-    assert interrupts.uninterrupted.depth == 0
-    assert interrupts.uninterrupted.until is around
-    assert not interrupts.uninterrupted.pending
+    assert interrupts.held.until() is None
+    assert not interrupts.held.pending
     assert torch.equal(weight, before) or torch.equal(weight, before * 2)
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.core.interrupts import _waits, held, raise_held, uninterrupted, uninterrupted_from_start
+from offloadzero.core import interrupts
+from offloadzero.core.interrupts import call_script, uninterrupted
 from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import StateError
 from offloadzero.memory.tickets import Promise
@@ -54,7 +55,7 @@ def at_each_place(
         assert not any(engine.optimizer.runtime.executor.pins), interrupt.place
         assert not engine.optimizer.runtime.executor.is_running, interrupt.place
         assert top_saved_tensors_default_hooks(False) is None, interrupt.place
-        assert uninterrupted.depth == 0, interrupt.place
+        assert not interrupts.held.pending, interrupt.place
         done.append(interrupt)
         if interrupt.num_places < number:
             break
@@ -121,8 +122,7 @@ class InjectedInWait(Injected):
     """A SIGINT at the `countdown`th place of a blocking wait after backward has begun to update weights."""
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        until = uninterrupted.until
-        if frame.f_code in _waits and until is not None and until() is not None:
+        if frame.f_code is interrupts.wait.__code__ and interrupts.held.until() is not None:
             super()._look(frame, event, argument)
 
 
@@ -161,11 +161,16 @@ def test_one_ctrl_c_in_a_wait_of_backward_ends_no_run_either(
 def waits_to_its_end(ticket: Promise, interrupt: Injected) -> bool:
     """Whether a wait inside of a section comes to its end, with an interrupt in it."""
     has_waited = False
+
+    @uninterrupted
+    def section() -> None:
+        nonlocal has_waited
+        interrupt.arm()
+        ticket.wait()
+        has_waited = True
+
     try:
-        with uninterrupted:
-            interrupt.arm()
-            ticket.wait()
-            has_waited = True
+        section()
     except KeyboardInterrupt:
         interrupt.came = True
     finally:
@@ -315,10 +320,9 @@ def test_a_weight_is_written_or_not_wherever_that_is_interrupted(
 def test_an_interrupt_before_a_section_waits_for_its_end() -> None:
     done = []
 
-    @uninterrupted_from_start
+    @uninterrupted
     def section() -> None:
-        with uninterrupted:
-            done.append("inside")
+        done.append("inside")
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code is section.__code__:
@@ -333,19 +337,49 @@ def test_an_interrupt_before_a_section_waits_for_its_end() -> None:
     assert done == ["inside"]
 
 
-def test_an_interrupt_that_is_held_is_raised_by_who_asks() -> None:
+def test_an_interrupt_that_is_held_is_raised_before_the_script_is_called() -> None:
     done = []
 
-    def use() -> None:
-        with held:
-            signal.raise_signal(signal.SIGINT)
-            done.append("held")
+    @uninterrupted
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("held")
+
+    @uninterrupted
+    def outer() -> None:
+        inner()
         done.append("not yet")
-        with uninterrupted:  # an outer section goes on holding
-            raise_held()
-            done.append("nor here")
+        call_script(done.append, "nor here")
 
     with pytest.raises(KeyboardInterrupt):
-        use()
-    assert done == ["held", "not yet", "nor here"]
-    raise_held()  # once
+        outer()
+    assert done == ["held", "not yet"]
+    call_script(done.append, "once")
+    assert done[-1] == "once"
+
+
+def test_the_script_is_interrupted_at_once_in_a_section_that_calls_it() -> None:
+    done = []
+
+    def script() -> None:
+        done.append("begins")
+        try:
+            signal.raise_signal(signal.SIGINT)
+            done.append("too late")
+        finally:
+            section()
+
+    @uninterrupted
+    def section() -> None:  # a section inside of what the script does
+        done.append("inner")
+
+    @uninterrupted
+    def outer() -> None:
+        try:
+            call_script(script)
+        finally:
+            done.append("ends")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == ["begins", "inner", "ends"]

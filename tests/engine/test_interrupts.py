@@ -24,7 +24,7 @@ import torch
 
 import offloadzero
 from offloadzero.core import interrupts
-from offloadzero.core.interrupts import UninterruptedThroughout, interruptible, uninterrupted
+from offloadzero.core.interrupts import uninterrupted, uninterrupted_throughout, wait
 from offloadzero.engine.lifetime import EngineState, Resources
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import Arena, BufferPool
@@ -45,8 +45,7 @@ def handler() -> Iterator[None]:
     """Ours, which holds interrupts back where the code says so."""
     interrupts.install()
     yield
-    uninterrupted.late.clear()
-    uninterrupted.pending = False
+    interrupts.held.clear()
     interrupts.uninstall()
 
 
@@ -61,16 +60,22 @@ def interrupt_after(delay_s: float) -> None:
 def test_a_section_is_interrupted_at_its_end() -> None:
     done = []
 
-    def section() -> None:
-        with uninterrupted:
-            with uninterrupted:
-                signal.raise_signal(signal.SIGINT)
-                done.append("inner")
-            done.append("outer")
+    @uninterrupted
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("inner")
+
+    @uninterrupted
+    def outer() -> None:
+        inner()
+        done.append("outer")
+
+    def use() -> None:
+        outer()
         done.append("behind")
 
     with pytest.raises(KeyboardInterrupt):
-        section()
+        use()
     assert done == ["inner", "outer"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)  # outside at once
@@ -79,19 +84,19 @@ def test_a_section_is_interrupted_at_its_end() -> None:
 def test_a_wait_in_a_section_can_be_left() -> None:
     started_s = time.monotonic()
     interrupt_after(0.05)
-    with pytest.raises(KeyboardInterrupt), uninterrupted:
-        Latch().wait()
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(Latch().wait)()
 
+    @uninterrupted
     def interrupted_before() -> None:
-        with uninterrupted:
-            signal.raise_signal(signal.SIGINT)
-            Latch().wait()
+        signal.raise_signal(signal.SIGINT)
+        Latch().wait()
 
     with pytest.raises(KeyboardInterrupt):
         interrupted_before()
     interrupt_after(0.05)
-    with pytest.raises(KeyboardInterrupt), uninterrupted:
-        BufferPool((), failures=Failures()).take()
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(BufferPool((), failures=Failures()).take)()
     assert time.monotonic() - started_s < SOON_S
 
 
@@ -102,13 +107,16 @@ def test_a_handler_of_the_users_waits_as_pythons_does(number: int) -> None:
     def note(_number: int, frame: FrameType | None) -> None:
         came.append(frame)
 
+    @uninterrupted
+    def twice() -> None:
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # one and the same
+        assert came == []
+
     before = signal.signal(number, note)
     try:
         interrupts.install()
-        with uninterrupted:
-            signal.raise_signal(number)
-            signal.raise_signal(number)  # one and the same
-            assert came == []
+        twice()
         assert len(came) == 1
         assert came[0] is not None
         signal.raise_signal(number)  # outside at once
@@ -129,19 +137,19 @@ def test_a_second_signal_passes_through_a_handler_that_calls_the_one_before_it(f
         came.append(number)
         ours(number, frame if frame_is_given else None)
 
-    @interruptible
-    def wait() -> None:
+    @uninterrupted_throughout
+    def wait_long() -> None:
         for _ in range(5):
-            signal.raise_signal(signal.SIGINT)
+            wait(signal.raise_signal, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, note_first)
     try:
         interrupts.install()
-        with pytest.raises(KeyboardInterrupt), UninterruptedThroughout():
-            wait()
+        with pytest.raises(KeyboardInterrupt):
+            wait_long()
         assert len(came) == 1  # the first one waits, the second one does not
-        with pytest.raises(KeyboardInterrupt), uninterrupted:
-            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            uninterrupted(signal.raise_signal)(signal.SIGINT)
         assert len(came) == 2
     finally:
         signal.signal(signal.SIGINT, before)
@@ -158,21 +166,21 @@ def test_handlers_of_two_signals_are_both_called_though_the_first_raises() -> No
     try:
         interrupts.install()
 
+        @uninterrupted
         def both() -> None:
-            with uninterrupted:
-                for each in TWO:
-                    signal.raise_signal(each)
+            for each in TWO:
+                signal.raise_signal(each)
 
         with pytest.raises(ZeroDivisionError) as raised:
             both()
         assert interrupts.is_interrupt(raised.value)
         assert not interrupts.is_interrupt(ZeroDivisionError())
         assert len(came) == 1
-        assert uninterrupted.pending
-        with pytest.raises(ZeroDivisionError), uninterrupted:
-            pass
+        assert interrupts.held.pending
+        with pytest.raises(ZeroDivisionError):
+            uninterrupted(len)(())
         assert sorted(came) == sorted(TWO)
-        assert not uninterrupted.pending
+        assert not interrupts.held.pending
     finally:
         for each, handler in zip(TWO, before, strict=True):
             signal.signal(each, handler)

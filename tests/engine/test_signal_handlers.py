@@ -37,23 +37,23 @@ def test_a_signal_breaks_system_calls_off_as_the_script_has_set_it(restarts: boo
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_fork_beside_another_threads_section_holds_nothing_back() -> None:
+def test_another_threads_section_holds_nothing_back_nor_does_a_fork_beside_it() -> None:
     inside, over = threading.Event(), threading.Event()
 
+    @uninterrupted
     def stay() -> None:
-        with uninterrupted:
-            inside.set()
-            over.wait()
+        inside.set()
+        over.wait()
 
     thread = threading.Thread(target=stay)
     thread.start()
     inside.wait()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            with uninterrupted:
-                pass
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             status = 0
@@ -65,18 +65,24 @@ def test_a_fork_beside_another_threads_section_holds_nothing_back() -> None:
 
 
 def test_a_section_in_which_its_thread_forks_ends_in_the_child() -> None:
-    child = 1
     status = 1
-    with uninterrupted:
+
+    @uninterrupted
+    def fork() -> int:
+        nonlocal status
         child = os.fork()
-    if child == 0:
-        try:
-            with uninterrupted:
-                signal.raise_signal(signal.SIGINT)
-                status = 2
-        except KeyboardInterrupt:
-            status = 0 if status == 2 else 3
-        finally:
+        if child == 0:
+            signal.raise_signal(signal.SIGINT)
+            status = 2
+        return child
+
+    parent = os.getpid()
+    try:
+        child = fork()
+    except KeyboardInterrupt:
+        status = 0 if status == 2 else 3
+    finally:
+        if os.getpid() != parent:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

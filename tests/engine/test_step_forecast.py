@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.cli.main import main
-from offloadzero.cli.plan.model import read_model
 from offloadzero.engine import forecast as step_forecast
 from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS, PlannedStep
 from offloadzero.planning.hardware import Hardware, cache_file, describe, model_key
-from offloadzero.planning.step.rates import Computation
+from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.step.forecast import Computation
 from tests.cli.test_plan import MACHINE, SHAPE, words
 from tests.observe.test_device_time import Case, timed_engine, train_step
 from tests.support.faults import delays

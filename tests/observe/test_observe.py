@@ -25,6 +25,7 @@ from offloadzero.io.engine import AioEngine, AioTicket
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.tickets import Promise
+from offloadzero.observe.bound import StepReport
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import (
     ALL_REDUCE,
@@ -34,7 +35,6 @@ from offloadzero.observe.collectives import (
     volume_bytes,
 )
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import LANES, UPDATE, Timeline
 from offloadzero.update.specs.adam import ADAM
 from tests.support.plain_form import engine_config, make_model, offloaded

@@ -9,10 +9,8 @@ import time
 import pytest
 
 from offloadzero.observe import bound
-from offloadzero.observe.bound import BestRates, LaneUse
-from offloadzero.observe.monitor import step_line
-from offloadzero.observe.run_dir import tracks
-from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.bound import BestRates, LaneUse, StepReport
+from offloadzero.observe.monitor import step_line, tracks
 from offloadzero.observe.timeline import COMPUTE, WAIT, Span, Timeline
 
 # --- the timeline ------------------------------------------------------------------------------------------

@@ -28,10 +28,11 @@ from offloadzero.config.schema import (
 )
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import expect_room
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.machine import cores_beside_launching
-from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory
+from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM

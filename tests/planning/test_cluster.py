@@ -12,16 +12,15 @@ import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import read_model
-from offloadzero.cli.plan.report import Forecaster
+from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import share_of
-from offloadzero.planning.step.forecast import Forecast, Step, simulated
-from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, Rates
+from offloadzero.planning.hardware import Memory, share_of
+from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.step.forecast import Forecast, Rates, Step, simulated
+from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK
 from offloadzero.update.spec import UpdateForm
 from tests.cli.test_plan import MACHINE
 from tests.support.tiny import settings
@@ -159,9 +158,8 @@ def step_on(
     )
     base = settings("/tmp", train_micro_batch_size_per_gpu=1, gradient_clipping=1.0)
     answer = Planner(question).answer(merge(base, over))
-    forecaster = Forecaster(question, cluster.rank(num_local), cluster)
-    step = forecaster.step(answer)
-    return answer.planned.num_parameters, step, forecaster.forecast(step)
+    step = step_of(answer, num_local_ranks=num_local, cluster=cluster)
+    return answer.planned.num_parameters, step, cluster.rank(num_local).forecast(step)
 
 
 TWO = {**LARGE, "machines": 2}

@@ -15,12 +15,12 @@ from torch import nn
 
 import offloadzero
 from offloadzero.api.deepspeed.estimators import Estimate
-from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.model.shapes import read_model
 from tests.support import models
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyModel

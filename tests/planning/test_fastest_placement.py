@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,24 @@ import torch
 
 import offloadzero
 from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import read_model
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.device import find_device
-from offloadzero.planning import fastest_placement as module
-from offloadzero.planning.fastest_placement import FoundPlacement, StepTimer, fastest_placement, filling_text
-from offloadzero.planning.fit import Memory, memory_with, with_keys
-from offloadzero.planning.hardware import Hardware, cache_file, describe
+from offloadzero.planning import placement as module
+from offloadzero.planning.engine_plan import memory_with, with_keys
+from offloadzero.planning.hardware import Hardware, Memory, cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
-from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
-from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.placement import (
+    BY_BYTES,
+    Filling,
+    FoundPlacement,
+    choose_placement,
+    fastest_placement,
+    filling_text,
+    trace_by_size,
+)
+from offloadzero.planning.step.forecast import Rates, plan_step
 from offloadzero.planning.step.work import Uses
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
@@ -116,8 +124,13 @@ def test_where_nothing_fits_the_refusal_is_that_of_the_order_by_bytes() -> None:
 def timed(units: list[Record], config: OffloadConfig, rates: Rates, num_tokens: int) -> FoundPlacement:
     uses = Uses(tuple(range(len(units))), tuple(reversed(range(len(units)))))
     hardware = Hardware(memory=Memory(host=GIB, device=GIB, nvme=GIB), rates=rates, num_cores=8)
-    timer = StepTimer(units, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
-    return fastest_placement(units, config, PLENTY, seconds_of=timer.seconds)
+    trace = trace_by_size(units, config, uses=uses, num_tokens=num_tokens)
+
+    def seconds_of(plan: MemoryPlan) -> float:
+        found = hardware.simulated(plan_step(units, plan, config, uses=uses, trace=trace))
+        return inf if found is None else found.seconds
+
+    return fastest_placement(units, config, PLENTY, seconds_of=seconds_of)
 
 
 @pytest.mark.usefixtures("told_apart")

@@ -18,7 +18,7 @@ import pytest
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import answer as plan_answer
-from offloadzero.planning.fit import Change
+from offloadzero.planning.engine_plan import Change
 from offloadzero.planning.model.trace import MicroBatchTrace
 
 ROOT = Path(__file__).resolve().parents[2]

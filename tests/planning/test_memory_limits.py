@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from offloadzero.planning.fit import with_keys
+from offloadzero.planning.engine_plan import with_keys
 from tests.support.tiny import script_environment, settings
 
 NUM_CASES = int(os.environ.get("OFFLOADZERO_TEST_LIMITS", "0"))
@@ -91,8 +91,8 @@ def memory_group() -> Iterator[Group]:
 PLAN = """
 import json, sys
 from pathlib import Path
-from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import read_model
+from offloadzero.cli.plan.answer import (Planner, Question)
+from offloadzero.planning.model.shapes import (read_model)
 from offloadzero.cli.plan.measure import memory_only
 from offloadzero.update.spec import UpdateForm
 
@@ -118,7 +118,7 @@ TRAIN = """
 import json, sys
 import torch
 import offloadzero
-from offloadzero.cli.plan.model import read_model
+from offloadzero.planning.model.shapes import (read_model)
 from offloadzero.errors import BudgetError
 
 name, sequence, source, is_built_away = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4] == "True"

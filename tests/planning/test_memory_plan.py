@@ -20,10 +20,10 @@ from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRu
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.homes import idle_rules, place
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
-    format_bytes,
     nvme_bytes_with_waiting,
     plan_memory,
     updates_in_backward,

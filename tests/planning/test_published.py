@@ -15,12 +15,12 @@ import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import read_model
 from offloadzero.cli.plan.report import StageBytes, by_stage, step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
-from offloadzero.planning.fit import Memory
-from offloadzero.planning.rank_bytes import efficiency_unoverlapped, state_bytes
+from offloadzero.planning.hardware import Memory
+from offloadzero.planning.homes import efficiency_unoverlapped, state_bytes
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.step.forecast import Step
 from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD
 from offloadzero.update.spec import UpdateForm

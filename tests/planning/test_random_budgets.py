@@ -19,12 +19,13 @@ from torch import nn
 
 import offloadzero
 from offloadzero.cli.plan.answer import Planner, Question
-from offloadzero.cli.plan.model import ModelSource, read_model
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.fit import ENOUGH, Memory, with_keys
+from offloadzero.planning.engine_plan import ENOUGH, with_keys
+from offloadzero.planning.hardware import Memory
+from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import run_script, settings
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.timeline import COMPUTE, D2H, NVME_READ, UPDATE
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.step.advice import FASTER, faster
 from offloadzero.planning.step.forecast import plan_step
-from offloadzero.planning.step.rates import NVME_MIXED
+from offloadzero.planning.step.work import NVME_MIXED
 from tests.planning.test_time_model import TRACE, step_of
 
 BF16 = {"bf16": {"enabled": True}}

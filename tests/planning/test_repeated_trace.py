@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.cli.plan.model import read_model
 from offloadzero.planning.model import trace
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.model.trace import FEW, trace_blocks, trace_micro_batch
 from tests.support.cases import each_pair
 

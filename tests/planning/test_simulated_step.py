@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model, uses_of
@@ -27,8 +26,8 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.step.forecast import Step, forecast, plan_step, simulated
-from offloadzero.planning.step.rates import Rates
+from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.step.forecast import Rates, Step, forecast, plan_step, simulated
 from offloadzero.planning.step.simulation import LaneRates, SimulatedStep, simulate_step
 from offloadzero.planning.step.work import StepWork, UnitUse, UnitWork, work_of_step
 from tests.planning.test_time_model import KNOWN, TRACE

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan.model import read_model
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model, uses_of
@@ -27,19 +26,22 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.model.trace import MicroBatchTrace
-from offloadzero.planning.step.advice import FASTER
+from offloadzero.planning.step.advice import FASTER, forecast_run
 from offloadzero.planning.step.forecast import (
+    COPY,
+    DRIVE,
     OVERLAP,
     Forecast,
+    Rates,
     Step,
     compute_seconds,
     forecast,
-    forecast_run,
+    plan_step,
 )
-from offloadzero.planning.step.rates import COPY, DRIVE, NVME_MIXED, Rates
 from offloadzero.planning.step.simulation import SimulatedStep
-from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
+from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD, NVME_MIXED, StepTraffic
 from tests.support.tiny import settings
 
 LANES = (H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)
@@ -70,9 +72,9 @@ def traffic_of(model: str, **keys: Any) -> tuple[int, StepTraffic]:
     source = read_model(model)
     config = load_config(settings("/tmp", **keys))
     found = plan_model(source.on_meta(), config, available={TierName.HOST: 1 << 50})
-    return found.num_parameters, step_traffic(
-        found.records, found.plan, found.config, uses=uses_of(found.cut)
-    )
+    return found.num_parameters, plan_step(
+        found.records, found.plan, found.config, uses=uses_of(found.cut), trace=None
+    ).traffic
 
 
 @pytest.mark.parametrize(("layout", "update", "drive"), [("fp32", 26, 12), ("compact", 12.1, 5.07)])

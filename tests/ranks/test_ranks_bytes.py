@@ -21,13 +21,13 @@ import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.cli.plan.model import read_model
 from offloadzero.config import UnitConfig, load_config
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes
 from offloadzero.planning.engine_plan import plan_records
-from offloadzero.planning.rank_bytes import rank_bytes
+from offloadzero.planning.homes import rank_bytes
+from offloadzero.planning.model.shapes import read_model
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.streaming.building.units import cut_units
 from offloadzero.update.spec import UpdateForm
@@ -239,7 +239,12 @@ def measure(rank: int, directory: str) -> dict[str, Any]:
                 engine = engine_of(model, config_of(stage, layout, directory, offloadzero=units))
                 kept[f"{name} {stage} {layout}"] = counted(engine)
                 runtime = engine._runtime
-                told = rank_bytes(runtime.records, runtime.plan, gathers_params=stage == 3)
+                told = rank_bytes(
+                    runtime.records,
+                    runtime.plan.placement,
+                    grads_have_homes=runtime.plan.grads_have_homes,
+                    gathers_params=stage == 3,
+                )
                 kept[f"told of {name} {stage} {layout}"] = [
                     told.formula,
                     told.whole,
@@ -452,7 +457,12 @@ def test_a_model_of_seven_billion_over_many_ranks_has_little_padding(
             form=UpdateForm.NATIVE,
             num_checkpointed=0,
         )
-        told = rank_bytes(cut.records, plan, gathers_params=stage == 3)
+        told = rank_bytes(
+            cut.records,
+            plan.placement,
+            grads_have_homes=plan.grads_have_homes,
+            gathers_params=stage == 3,
+        )
         expected = sum(by_formula(num_params(model), stage, num_ranks, layout).values())
         assert told.formula == pytest.approx(expected)
         assert told.total == pytest.approx(expected, rel=TOLERANCE if num_ranks == 64 else tolerance)

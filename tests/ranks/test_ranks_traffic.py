@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.engine.planned_model import plan_model, uses_of
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, WAIT
-from offloadzero.planning.step.work import OF_TENSORS, ORDERS, StepTraffic, step_traffic
+from offloadzero.planning.model.shapes import ModelSource
+from offloadzero.planning.step.forecast import plan_step
+from offloadzero.planning.step.work import OF_TENSORS, ORDERS, StepTraffic
 from tests.cli.test_plan_model import PLENTY
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyModel, tokens
@@ -106,9 +107,14 @@ def forecast(case: str) -> StepTraffic:
     config = load_config(config_of(case, "/tmp"), world_size=NUM_RANKS)
     found = plan_model(ModelSource("", build).on_meta(), config, available=PLENTY)
     num_local = CASES[case][-1]
-    return step_traffic(
-        found.records, found.plan, found.config, uses=uses_of(found.cut), num_local_ranks=num_local
-    )
+    return plan_step(
+        found.records,
+        found.plan,
+        found.config,
+        uses=uses_of(found.cut),
+        trace=None,
+        num_local_ranks=num_local,
+    ).traffic
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ import offloadzero
 from offloadzero.activations import store as activations
 from offloadzero.memory import lanes, marks
 from offloadzero.memory.tickets import Promise
-from offloadzero.observe.run_dir import STEPS_FILE
+from offloadzero.observe.monitor import STEPS_FILE
 from offloadzero.step import collect
 from offloadzero.step.landing import Landing
 from tests.simulated.checked import checked

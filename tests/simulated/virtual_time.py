@@ -31,7 +31,7 @@ from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF
 from offloadzero.update import device_adam
 
 MEMORY_BYTES = 4 << 30
-_TIMED_MODULES = ("memory.marks", "observe.clock", "observe.stream_clock", "observe.timeline")
+_TIMED_MODULES = ("memory.marks", "observe.clock", "observe.timeline")
 
 
 class Hosts(threading.local):

@@ -24,7 +24,7 @@ from offloadzero.engine.planned_model import plan_model
 from offloadzero.engine.runtime import runtime_of
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.device import find_device
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.model.shapes import MAX_SIZE, num_blocks_of_size
 from offloadzero.ranks.shard import MAX_RANKS, divides_params
 from offloadzero.update.spec import device_form

@@ -59,7 +59,6 @@ Cases = list[tuple[Case, Sample]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status. Raises OffloadError."""
     check(args)
     result = measured(kernel_cases(args.params, len(os.sched_getaffinity(0))), args.params, args.rounds)
     print_lines(table(result))
@@ -86,8 +85,6 @@ def check(args: argparse.Namespace, *, bytes_beside: int = 0) -> None:
 
 
 def timed(call: Callable[[], object], *, num_calls: int = 1) -> Sample:
-    """Return the seconds per call."""
-
     def sample() -> float:
         begun_s = time.perf_counter()
         for _ in range(num_calls):
@@ -256,7 +253,6 @@ def _with_ceilings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Return the result as text."""
     machine = result["machine"]
     header = ("what", "layout", "isa", "threads", "B/param", "Gparam/s", "GB/s", "of ceiling")
     body = [

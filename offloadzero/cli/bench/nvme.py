@@ -9,37 +9,43 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from offloadzero.cli.bench import results
-from offloadzero.cli.bench.points import (
-    MIB,
-    Point,
-    SweepLimits,
-    Traffic,
+from offloadzero.cli.bench.results import (
     chunk_elements,
     coarse_points,
     max_in_flight_bytes,
     medians_by_point,
-    next_refinement,
     phase_ends,
     ranked,
     reference_point,
     sample_seconds,
 )
-from offloadzero.cli.bench.scratch import (
+from offloadzero.cli.bench.traffic import (
+    MIB,
+    NUM_CHUNKS_IN_FLIGHT,
+    Point,
+    RandomMemory,
+    Sample,
     ScratchFile,
-    check_directories,
-    check_space,
-    ending_signals_raise,
-    scratch_files,
+    Traffic,
+    Workload,
+    WriteAllowance,
+    buckets,
+    chunk_segments,
+    pump,
 )
-from offloadzero.cli.bench.traffic import Bench, RandomMemory, Request, Sample, Shape, WriteAllowance
-from offloadzero.cli.output import Progress, check_output, print_lines, read_seconds, save_json, size_text
+from offloadzero.cli.output import Progress, check_output, print_lines, read_seconds, save_json
 from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.io.engine import AioBackend, AioEngine
+from offloadzero.io.engine import AioBackend, AioEngine, AioFile
+from offloadzero.observe.texts import size_text
 from offloadzero.planning.machine import (
     MEMORY_FILESYSTEMS,
     describe_machine,
@@ -53,6 +59,7 @@ WRITE_LIMIT_FACTOR = 32
 _SUSTAINED_SHARE = 0.35  # of the bytes that may be written: kept for the phase after the sweep
 _MAX_MEMORY_BYTES = 320 * MIB
 _LARGEST_OPERATION = 16 * MIB
+_FREE_MARGIN_BYTES, _FREE_MARGIN_SHARE = 1024 * MIB, 0.05
 _ORDER = (Traffic.MIXED, Traffic.READ, Traffic.WRITE)
 
 
@@ -76,7 +83,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status. Raises OffloadError."""
     result = measure_paths(
         args.paths, size=args.size, time_text=args.time, write_limit=args.write_limit, json=args.json
     )
@@ -115,12 +121,10 @@ def measure_paths(
     began = datetime.datetime.now(datetime.timezone.utc)
     described = [describe_path(path) for path in paths]
     machine = describe_machine()  # before the run's own load
-    try:
-        with ending_signals_raise(), scratch_files(paths) as files:
-            run = _Run(files, described, progress, started_s, size=num_bytes, time_s=time_s, limit=limit)
-            run.measure()
-    finally:
-        progress.close()
+    with ExitStack() as stack:
+        files = [stack.enter_context(closing(ScratchFile(path))) for path in paths]
+        run = _Run(files, described, progress, started_s, size=num_bytes, time_s=time_s, limit=limit)
+        run.measure()
     result = {
         "format": results.FORMAT,
         "format_version": results.FORMAT_VERSION,
@@ -155,9 +159,75 @@ def available_backends() -> tuple[tuple[str, ...], dict[str, str]]:
     return names, words
 
 
-class _Run:
-    """The phases, one after the other."""
+# --- Checks beforehand ---
 
+
+def check_directories(paths: Sequence[str]) -> None:
+    """Raise ConfigError unless each can be written to and lies on a drive of its own.
+
+    Two directories of one drive would be measured as two drives. Filesystems in memory are no drives: there only the
+    same directory may not be named twice.
+    """
+    directories: dict[tuple[int, int], str] = {}
+    drives: dict[object, str] = {}
+    for path in paths:
+        if not Path(path).is_dir():
+            what = "exists and is no directory" if os.path.lexists(path) else "does not exist"
+            raise ConfigError("PATH", path, f"{what}: name a directory on a drive")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError("PATH", path, "the directory is not writable")
+        status = os.stat(path)
+        identity = (status.st_dev, status.st_ino)
+        if identity in directories:
+            raise ConfigError("PATH", path, f"is the same directory as {directories[identity]!r}")
+        directories[identity] = path
+        described = describe_path(path)
+        if described["filesystem"] in MEMORY_FILESYSTEMS:
+            continue
+        drive = described["device"]["name"] if described["device"] else status.st_dev
+        if drive in drives:
+            other = drives[drive]
+            raise ConfigError(
+                "PATH", path, f"is on the same drive as {other!r}, which would count as two: name one"
+            )
+        drives[drive] = path
+
+
+def check_space(paths: Sequence[str], num_bytes: int) -> None:
+    """Raise ConfigError unless each filesystem has room for its files of `num_bytes` and keeps a margin.
+
+    The margin is 5 % of the filesystem, 1 GiB at most.
+    """
+    wanted: dict[int, list[str]] = {}
+    for path in paths:
+        wanted.setdefault(os.stat(path).st_dev, []).append(path)
+    for members in wanted.values():
+        space = os.statvfs(members[0])
+        margin = min(int(space.f_blocks * space.f_frsize * _FREE_MARGIN_SHARE), _FREE_MARGIN_BYTES)
+        free = space.f_bavail * space.f_frsize
+        needed = num_bytes * len(members)
+        if needed + margin > free:
+            raise ConfigError(
+                "--size",
+                num_bytes,
+                f"{', '.join(members)}: {needed / MIB:,.0f} MiB are needed and {margin / MIB:,.0f} MiB stay "
+                f"free, but {free / MIB:,.0f} MiB are free",
+            )
+
+
+# --- The run ---
+
+
+class Shape(NamedTuple):
+    """The sizes of a run's operations, chosen once from the drive's speed."""
+
+    max_in_flight_bytes: int
+    operation_bytes: int
+    chunk_elements: int
+    rate_bps: float
+
+
+class _Run:
     def __init__(
         self,
         files: Sequence[ScratchFile],
@@ -172,20 +242,17 @@ class _Run:
         self._files, self._size, self._time_s = files, size, time_s
         self._progress, self._started_s = progress, started_s
         self._all = tuple(range(len(files)))
+        self._in_memory = [entry["filesystem"] in MEMORY_FILESYSTEMS for entry in described]
         self._backends, self._backend_words = available_backends()
         self._allowance = WriteAllowance(limit * len(files))
         self._allowance.held_bytes = int((limit - size) * len(files) * _SUSTAINED_SHARE)
-        self._bench = Bench(
-            files,
-            in_memory=[entry["filesystem"] in MEMORY_FILESYSTEMS for entry in described],
-            allowance=self._allowance,
-            memory=RandomMemory(min(_MAX_MEMORY_BYTES, max(size, 3 * _LARGEST_OPERATION))),
-            started_s=started_s,
-        )
+        self._memory = RandomMemory(min(_MAX_MEMORY_BYTES, max(size, 3 * _LARGEST_OPERATION)))
+        self._refusals: dict[Point, str] = {}
+        self._direct_reasons: dict[int, str] = {}
         self.samples: list[Sample] = []
         self._notes: list[str] = []
         self._shape = Shape(32 * MIB, MIB, 0, 200e6)
-        # The time includes the work after the measurement: removing the files, and the table.
+        # The time includes the work after the measurement: giving the files back, and the table.
         self._ends_s = phase_ends(time_s - min(0.3, 0.15 * time_s), num_paths=len(files))
         self._end_s = 0.0  # of the present phase
         self._sample_s = 0.0
@@ -195,8 +262,6 @@ class _Run:
         self._fill()
         self._begin("coarse", "coarse sweep")
         self._coarse()
-        self._begin("refine", "refinement")
-        self._refine()
         self._begin("confirm", "confirmation")
         self._confirm()
         if len(self._files) > 1:
@@ -217,11 +282,11 @@ class _Run:
         return {
             "bytes_written": self._allowance.used_bytes,
             "backends": self._backend_words,
-            "direct": [self._bench.direct_reasons.get(index, "unknown") for index in self._all],
+            "direct": [self._direct_reasons.get(index, "unknown") for index in self._all],
             "allocated_bytes": self._allocated,
             "shape": self._shape._asdict(),
             "refused_points": [
-                {**point.to_json(), "reason": reason} for point, reason in self._bench.refusals.items()
+                {**point.to_json(), "reason": reason} for point, reason in self._refusals.items()
             ],
             "notes": self._notes,
             "samples": [sample.to_json() for sample in self.samples],
@@ -244,7 +309,7 @@ class _Run:
         if sample is None:
             raise AioError(
                 operation="pwrite",
-                path=self._files[0].path,
+                path=self._files[0].directory,
                 offset=0,
                 num_bytes=MIB,
                 errno=errno.ETIMEDOUT,
@@ -264,43 +329,31 @@ class _Run:
         operation_bytes = 4 * MIB if in_flight >= 64 * MIB else MIB
         chunk = chunk_elements(in_flight, smallest)
         self._shape = Shape(in_flight, operation_bytes, chunk, sample.bytes_per_s)
-        most_threads = min(max(len(os.sched_getaffinity(0)), 2), 8)
-        self._limits = SweepLimits(self._backends, in_flight, most_threads)
 
     def _preallocate(self, point: Point) -> None:
         """Preallocate as the NVMe tier does; a filesystem without that goes without."""
         with AioEngine(**point.to_json()) as engine:
             for file in self._files:
-                file.check()
                 try:
-                    with engine.open(file.path) as opened:
+                    with file.open(engine) as opened:
                         opened.preallocate(self._size)
                 except AioError as error:
                     if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                         raise
 
     def _coarse(self) -> None:
-        wanted = [(point, traffic) for point in coarse_points(self._limits) for traffic in _ORDER]
+        points = coarse_points(
+            self._backends,
+            max_in_flight_bytes=self._shape.max_in_flight_bytes,
+            max_threads=max(len(os.sched_getaffinity(0)), 2),
+        )
+        wanted = [(point, traffic) for point in points for traffic in _ORDER]
         left_s = self._end_s - self._elapsed_s()
         self._sample_s = sample_seconds(left_s, len(wanted), time_s=self._time_s)
         for point, traffic in wanted:
             if not self._fits():
                 break
             self._take(traffic, point)
-
-    def _refine(self) -> None:
-        """Go uphill from the best point of each traffic, in turn, until none has an unmeasured neighbour."""
-        is_moving = True
-        while is_moving and self._fits():
-            is_moving = False
-            for traffic in _ORDER:
-                scores = self._scores(traffic)
-                refused = dict.fromkeys(self._bench.refusals, 0.0)
-                point = next_refinement({**scores, **refused}, self._limits) if scores else None
-                if point is not None and self._fits():
-                    if self._take(traffic, point) is None and point not in self._bench.refusals:
-                        return
-                    is_moving = True
 
     def _confirm(self) -> None:
         """Measure the best of each traffic and the reference again and again in turn: their medians decide.
@@ -355,18 +408,25 @@ class _Run:
         max_bytes: int | None = None,
         with_timeline: bool = False,
     ) -> Sample | None:
-        """Measure in the present phase, and keep the sample."""
-        request = Request(
-            phase=self._phase,
-            traffic=traffic,
-            point=point,
-            paths=self._all if paths is None else paths,
-            seconds=self._sample_s if seconds is None else seconds,
-            deadline_s=self._started_s + self._end_s,
-            max_bytes=max_bytes,
-            with_timeline=with_timeline,
-        )
-        sample = self._bench.sample(request, self._shape)
+        """Measure in the present phase, and keep the sample. Raises AioError when an operation fails.
+
+        None: the engine refuses the point (see `_refusals`), or nothing could be counted in time.
+        """
+        seconds, paths = self._sample_s if seconds is None else seconds, self._all if paths is None else paths
+        try:
+            engine = AioEngine(**point.to_json())
+        except ConfigError as error:
+            self._refusals[point] = error.allowed
+            return None
+        try:
+            engine.register_parts(self._memory.bytes)  # as training does with its buffers
+            opened = [self._files[index].open(engine) for index in paths]
+            if engine.backend is not AioBackend.AIOFILES:  # files of that backend never are direct
+                for index, file in zip(paths, opened, strict=True):
+                    self._direct_reasons.setdefault(index, file.direct_reason)
+            sample = self._measured(engine, opened, paths, traffic, point, seconds, max_bytes, with_timeline)
+        finally:
+            engine.close(cancel=True)
         if sample is not None:
             self.samples.append(sample)
             self._progress.tick(
@@ -374,6 +434,75 @@ class _Run:
                 f"{sample.bytes_per_s / 1e9:.2f} GB/s"
             )
         return sample
+
+    def _measured(
+        self,
+        engine: AioEngine,
+        opened: Sequence[AioFile],
+        paths: tuple[int, ...],
+        traffic: Traffic,
+        point: Point,
+        seconds: float,
+        max_bytes: int | None,
+        with_timeline: bool,
+    ) -> Sample | None:
+        files = [self._files[index] for index in paths]
+        handles = zip(paths, opened, strict=True)
+        cached = [self._files[i] for i, handle in handles if not handle.direct and not self._in_memory[i]]
+        for file in cached:
+            file.sync(drop_cache=True)
+        if cached and max_bytes is None:
+            # The page cache takes writes far faster than the drive: its content has to be written out.
+            max_bytes = int(self._shape.rate_bps * seconds)
+        workload = self._workload(files, traffic, point)
+        begun_s = time.monotonic()
+        is_whole = bool(cached) or with_timeline
+        count = pump(
+            *(engine, opened, workload, self._allowance),
+            seconds=seconds,
+            deadline_s=self._started_s + self._end_s,
+            max_bytes=max_bytes,
+            is_counted_whole=is_whole,
+        )
+        sync_s = None
+        if count.bytes_written and is_whole:  # until all of it is on stable storage
+            sync_begun_s = time.monotonic()
+            for handle in opened:
+                handle.sync()
+            sync_s = time.monotonic() - sync_begun_s
+        if cached and count.is_running:
+            count.end(time.monotonic())
+        if not count.latencies_s or count.seconds <= 0.0:
+            return None
+        p50, p99 = np.percentile(count.latencies_s, (50, 99)).tolist()
+        return Sample(
+            phase=self._phase,
+            traffic=traffic.value,
+            point=point,
+            paths=paths,
+            direct=all(handle.direct for handle in opened),
+            started_s=begun_s - self._started_s,
+            seconds=count.seconds,
+            bytes_read=count.bytes_read,
+            bytes_written=count.bytes_written,
+            operation_bytes=workload.operation_bytes,
+            num_operations=len(count.latencies_s),
+            latency_p50_s=p50,
+            latency_p99_s=p99,
+            latency_max_s=max(count.latencies_s),
+            cpu_s=count.cpu_s,
+            timeline=buckets(count.timeline) if with_timeline else (),
+            sync_s=sync_s,
+        )
+
+    def _workload(self, files: Sequence[ScratchFile], traffic: Traffic, point: Point) -> Workload:
+        operation_bytes = max(self._shape.operation_bytes, point.block_size)
+        segments = [(0, operation_bytes)]
+        # One more than fill the queue: the engine has the next at hand while Python handles the last.
+        num_slots = -(-point.in_flight_bytes // operation_bytes) + 1
+        if traffic is Traffic.MIXED:
+            segments, num_slots = chunk_segments(self._shape.chunk_elements), NUM_CHUNKS_IN_FLIGHT
+        return Workload(files, traffic, segments=segments, num_slots=num_slots, memory=self._memory)
 
     def _scores(self, traffic: Traffic) -> dict[Point, float]:
         swept = results.of_sweep(self.samples, traffic)

@@ -1,40 +1,132 @@
-"""The samples of `bench nvme` as medians, a config block, a sentence and a table."""
+"""The decisions of `bench nvme`, on what to measure and on the result: medians, a config block, a sentence, a table."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
-from offloadzero.cli.bench.points import (
+from offloadzero.cli.bench.traffic import (
+    KIB,
+    MIB,
+    NUM_CHUNKS_IN_FLIGHT,
     STATE_BYTES_PER_PARAM,
     Point,
+    Sample,
     Traffic,
-    medians_by_point,
-    ranked,
-    recommend,
-    reference_point,
-    step_seconds,
 )
-from offloadzero.cli.bench.traffic import Sample
-from offloadzero.cli.output import size_text, text_table
-from offloadzero.observe.texts import duration_text
+from offloadzero.cli.output import text_table
+from offloadzero.config import AioConfig, UpdateConfig
+from offloadzero.observe.texts import duration_text, size_text
 from offloadzero.planning.machine import MEMORY_FILESYSTEMS
 
 FORMAT = "offloadzero.bench.nvme"
 FORMAT_VERSION = 1
-SWEEP_PHASES = ("coarse", "refine", "confirm")
+SWEEP_PHASES = ("coarse", "confirm")
 STEP_TIME_S = 10.0
+TOLERANCE = 0.03  # medians that differ by less are equal on a drive that other programs use as well
+MAX_CHUNK_ELEMENTS = UpdateConfig.chunk_elements
+MIN_CHUNK_ELEMENTS = 4096  # its 2-byte segments are two blocks of 4 KiB
 
 Row = dict[str, Any]
+
+
+# --- What to measure ---
+
+
+def reference_point(backend: str) -> Point:
+    """Return the engine's setting without a configuration; measured on every drive, to compare drives."""
+    return Point(backend, AioConfig.block_size, AioConfig.queue_depth, AioConfig.num_threads)
+
+
+def coarse_points(backends: Sequence[str], *, max_in_flight_bytes: int, max_threads: int) -> list[Point]:
+    """Return the grid, the most telling points first: the reference, block size by depth, backends, threads.
+
+    `backends` are the available ones, the one AUTO takes first.
+    """
+    first = backends[0]
+    reference = reference_point(first)
+    sizes = (MIB, 256 * KIB, 4 * MIB, 16 * MIB)
+    grid = [Point(first, block_size, depth, 1) for depth in (8, 64, 2) for block_size in sizes]
+    others = [replace(reference, backend=backend) for backend in backends[1:]]
+    threads = [replace(reference, num_threads=number) for number in (2, 4) if number <= max_threads]
+    wanted = [*grid[:3], *others, *threads, *grid[3:]]
+    # The reference is measured even where it holds more in flight than the drive can use.
+    return [
+        reference,
+        *dict.fromkeys(point for point in wanted if point.in_flight_bytes <= max_in_flight_bytes),
+    ]
+
+
+def ranked(scores: Mapping[Point, float]) -> list[Point]:
+    """Return the points, the best first; equal ones by the order of points, not by the mapping's."""
+    return sorted(scores, key=lambda point: (-scores[point], point))
+
+
+def recommend(medians: Mapping[Point, float], backends: Sequence[str]) -> Point:
+    """Return the cheapest point within TOLERANCE of the best: fewest threads, AUTO's backend, least in flight."""
+    least = max(medians.values()) * (1.0 - TOLERANCE)
+
+    def cost(point: Point) -> tuple[int, ...]:
+        rank = list(backends).index(point.backend)
+        return point.num_threads, rank, point.in_flight_bytes, point.queue_depth
+
+    return min((point for point, median in medians.items() if median >= least), key=cost)
+
+
+def medians_by_point(rates: Iterable[tuple[Point, float]]) -> dict[Point, float]:
+    by_point: dict[Point, list[float]] = {}
+    for point, rate in rates:
+        by_point.setdefault(point, []).append(rate)
+    return {point: statistics.median(values) for point, values in by_point.items()}
+
+
+def phase_ends(time_s: float, *, num_paths: int) -> dict[str, float]:
+    """Split the time: the end of each phase, in seconds from the start.
+
+    A phase that is early leaves its time to those after it; one that does not apply gets nothing.
+    """
+    shares = {
+        "fill": 0.15,
+        "coarse": 0.36,
+        "confirm": 0.30,
+        "scaling": 0.08 if num_paths > 1 else 0.0,
+        "sustained": 0.19 if num_paths == 1 else 0.11,
+    }
+    scale = time_s / sum(shares.values())
+    return {name: scale * end for name, end in zip(shares, accumulate(shares.values()), strict=True)}
+
+
+def sample_seconds(available_s: float, num_samples: int, *, time_s: float) -> float:
+    """Return the seconds of a sample such that `num_samples`, each with its warm-up and drain, fit.
+
+    It is at least a quarter of a second, in runs of less than 25 seconds a hundredth of the run: then fewer fit.
+    """
+    return min(max(available_s / max(num_samples, 1) / 1.5, min(0.25, time_s / 100)), 0.5)
+
+
+def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:
+    """Return at most the bytes that the drive moves in 0.2 s, so that a sample ends soon after it is told to.
+
+    They are at least 8 MiB, at most 256 MiB and a quarter of the files (transfers in flight must not overlap).
+    """
+    return min(max(int(rate_bps * 0.2), 8 * MIB), 256 * MIB, file_bytes // 4)
+
+
+def chunk_elements(in_flight_bytes: int, file_bytes: int) -> int:
+    """Return the parameters per record: the update's default, less on slow drives and in small files. A power of 2."""
+    limit = min(in_flight_bytes, file_bytes // 2) // (NUM_CHUNKS_IN_FLIGHT * STATE_BYTES_PER_PARAM)
+    power = 1 << (max(limit, MIN_CHUNK_ELEMENTS).bit_length() - 1)
+    return min(power, MAX_CHUNK_ELEMENTS)
 
 
 # --- From samples to numbers ---
 
 
 def of_sweep(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
-    """Return the samples of the sweep."""
     return [sample for sample in samples if sample.traffic == traffic and sample.phase in SWEEP_PHASES]
 
 
@@ -179,11 +271,17 @@ def _meaning(
     }
 
 
+def step_seconds(num_params: float, *, mixed_bps: float, sustained_write_bps: float | None) -> float:
+    """Return the seconds of file traffic in one optimizer step: [Note: step traffic]."""
+    mixed_s = 2 * STATE_BYTES_PER_PARAM * num_params / mixed_bps
+    written_s = STATE_BYTES_PER_PARAM * num_params / sustained_write_bps if sustained_write_bps else 0.0
+    return max(mixed_s, written_s)
+
+
 # --- From numbers to text ---
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the result as text."""
     results = result["results"]
     lines = [*_heading(result), "", *_traffic_table(results["traffic"])]
     lines += ["", *_write_lines(results)]

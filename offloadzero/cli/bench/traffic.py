@@ -1,4 +1,11 @@
-"""One sample of file traffic: a point of the engine, a kind of traffic, rates, latencies, CPU time.
+"""File traffic at one setting of the engine: files, sequences of operations, and what is counted of them.
+
+[Note: step traffic]
+One optimizer step over P parameters that are on the drive in the `fp32` layout (bf16 parameter, 16-bit master
+remainder, two fp32 moments) reads 2 + 2 + 4 + 4 = 12 bytes per parameter, and writes as many. Mixed traffic has
+this ratio, so at a mixed rate of R bytes per second (both directions together) a step takes 24 P / R seconds. A
+drive whose write rate falls to W once its cache is full takes 12 P / W at least. Forward and backward read 2 P bytes
+each, on top; of parameters in memory that is left out, and 2 P in each direction of the update.
 
 [Note: what a sample counts]
 On files without a page cache (O_DIRECT, or a filesystem in memory) the clock starts at a completion, after
@@ -10,29 +17,53 @@ and the clock runs from the first submission until everything is transferred and
 
 from __future__ import annotations
 
-import resource
+import errno
+import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from offloadzero.cli.bench.points import (
-    MIB,
-    NUM_CHUNKS_IN_FLIGHT,
-    STATE_BYTES_PER_PARAM,
-    Point,
-    Traffic,
-    chunk_segments,
-)
-from offloadzero.cli.bench.scratch import ScratchFile
-from offloadzero.errors import ConfigError
-from offloadzero.io.engine import AioBackend, AioEngine, AioFile, AioTicket
+from offloadzero.errors import AioError
+from offloadzero.io.engine import AioEngine, AioFile, AioTicket
 from offloadzero.memory.pages import map_pages
 
+KIB, MIB = 1 << 10, 1 << 20
+STATE_BYTES_PER_PARAM = 12  # read, and written
+SEGMENT_BYTES = (2, 2, 4, 4)  # of a parameter: itself, the remainder, the first and the second moment
+NUM_CHUNKS_IN_FLIGHT = 4
 _WAIT_SLICE_S = 0.2
+
+
+class Traffic(str, Enum):
+    """The kind of traffic; MIXED is the update of one layer after the other, see [Note: step traffic]."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One setting of the file engine; the fields are the arguments of AioEngine."""
+
+    backend: str
+    block_size: int
+    queue_depth: int
+    num_threads: int
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self.block_size * self.queue_depth
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -71,8 +102,51 @@ class Sample:
         return self.cpu_s / (self.num_bytes / 1e9)
 
     def to_json(self) -> dict[str, Any]:
-        fields = {**vars(self), "point": self.point.to_json()}
-        return {**fields, "gb_per_s": self.bytes_per_s / 1e9, "cpu_s_per_gb": self.cpu_s_per_gb}
+        return {**asdict(self), "gb_per_s": self.bytes_per_s / 1e9, "cpu_s_per_gb": self.cpu_s_per_gb}
+
+
+class ScratchFile:
+    """A new empty file without a name in a directory: it is gone with the process, whatever ends that.
+
+    Raises AioError when it cannot be made. `num_bytes` is how much of it holds written data.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.num_bytes = 0
+        self.cursor = 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # it closes itself
+        except OSError as error:
+            raise AioError(
+                operation="create", path=directory, offset=0, num_bytes=0, errno=error.errno or errno.EIO
+            ) from error
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The bytes that the filesystem keeps for it: less than its size where there are holes or compression."""
+        return os.fstat(self._file.fileno()).st_blocks * 512
+
+    def open(self, engine: AioEngine) -> AioFile:
+        name = os.path.join(self.directory, "(the benchmark's file)")
+        return engine.open(f"/proc/self/fd/{self._file.fileno()}", name=name)
+
+    def advance(self, num_bytes: int) -> int:
+        """Return the next offset for `num_bytes`; the beginning where they do not fit before the end."""
+        offset = -(-self.cursor // num_bytes) * num_bytes
+        if offset + num_bytes > self.num_bytes:
+            offset = 0
+        self.cursor = offset + num_bytes
+        return offset
+
+    def sync(self, *, drop_cache: bool = False) -> None:
+        """Write out the file's pages in the page cache; with `drop_cache` forget them."""
+        os.fdatasync(self._file.fileno())
+        if drop_cache:
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class WriteAllowance:
@@ -117,9 +191,6 @@ class RandomMemory:
         return [self.bytes[i * buffer_bytes : (i + 1) * buffer_bytes] for i in range(num_buffers)]
 
 
-# --- Workloads: the sequences of operations in one slot ---
-
-
 class Transfer(NamedTuple):
     """One read or write; `buffer` is a part of the slot's."""
 
@@ -129,81 +200,51 @@ class Transfer(NamedTuple):
     buffer: Any
 
 
-class Workload(Protocol):
-    """Hands a slot its operations; a batch follows when the one before it is complete."""
+class Workload:
+    """Hands a slot its operations, in turn over the files; a batch follows when the one before it is complete.
 
-    buffers: list[Any]
-    operation_bytes: int
-
-    def next_batch(self, slot: int) -> list[Transfer]: ...
-
-
-class Sequential:
-    """Operations of one size that go through the files one after the other, in turn over the files."""
+    A batch is `segments` (offset and bytes each) that lie in a row. Of mixed traffic a slot reads those of a record and
+    then writes them: [Note: step traffic].
+    """
 
     def __init__(
         self,
         files: Sequence[ScratchFile],
+        traffic: Traffic,
         *,
-        is_write: bool,
-        operation_bytes: int,
-        in_flight_bytes: int,
+        segments: Sequence[tuple[int, int]],
+        num_slots: int,
         memory: RandomMemory,
     ) -> None:
-        smallest = min(file.num_bytes for file in files)
-        # One more than fill the queue: the engine has the next at hand while Python handles the last.
-        num_slots = -(-in_flight_bytes // operation_bytes) + 1
-        num_slots = max(min(num_slots, smallest // operation_bytes, len(memory.bytes) // operation_bytes), 1)
-        self.buffers = memory.cut(num_slots, operation_bytes)
-        self.operation_bytes = operation_bytes
-        self._files = files
-        self._is_write = is_write
-        self._turn = 0
-
-    def next_batch(self, slot: int) -> list[Transfer]:
-        index = self._turn % len(self._files)
-        self._turn += 1
-        offset = self._files[index].advance(self.operation_bytes)
-        return [Transfer(self._is_write, index, offset, self.buffers[slot])]
-
-
-class OptimizerStep:
-    """Reads a record's segments and writes them, with several records at once: [Note: step traffic]."""
-
-    def __init__(self, files: Sequence[ScratchFile], *, num_elements: int, memory: RandomMemory) -> None:
-        self._segments = chunk_segments(num_elements)
-        self._num_bytes = STATE_BYTES_PER_PARAM * num_elements
+        self._files, self._traffic, self._segments = files, traffic, segments
+        self._num_bytes = sum(size for _, size in segments)
+        self.operation_bytes = max(size for _, size in segments)
         fit = min(min(file.num_bytes for file in files), len(memory.bytes)) // self._num_bytes
-        self.buffers = memory.cut(max(min(NUM_CHUNKS_IN_FLIGHT, fit), 1), self._num_bytes)
-        self.operation_bytes = self._num_bytes // 3  # a moment, the largest part
-        self._files = files
+        self.buffers = memory.cut(max(min(num_slots, fit), 1), self._num_bytes)
         self._turn = 0
         self._reading: dict[int, tuple[int, int]] = {}
 
     def next_batch(self, slot: int) -> list[Transfer]:
         where = self._reading.pop(slot, None)
-        is_write = where is not None
+        is_write = where is not None or self._traffic is Traffic.WRITE
         if where is None:
             index = self._turn % len(self._files)
             self._turn += 1
-            where = self._reading[slot] = index, self._files[index].advance(self._num_bytes)
+            where = index, self._files[index].advance(self._num_bytes)
+            if self._traffic is Traffic.MIXED:
+                self._reading[slot] = where
         index, start = where
         buffer = self.buffers[slot]
         return [Transfer(is_write, index, start + at, buffer[at : at + size]) for at, size in self._segments]
 
 
+def chunk_segments(num_elements: int) -> list[tuple[int, int]]:
+    """Return offset and bytes of the segments of a chunk of parameters, which lie in a row."""
+    sizes = [element_bytes * num_elements for element_bytes in SEGMENT_BYTES]
+    return list(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
+
+
 # --- The pump ---
-
-
-class Limits(NamedTuple):
-    """The end of a sample: after `seconds` on its clock, at the latest at `deadline_s` of time.monotonic(),
-    when `max_bytes` have been submitted, or when no more may be written."""
-
-    seconds: float
-    deadline_s: float
-    max_bytes: int | None = None
-    # No warm-up, and the transfers in flight at the end count: [Note: what a sample counts].
-    is_counted_whole: bool = False
 
 
 @dataclass
@@ -240,7 +281,7 @@ class Count:
     def _start(self, now_s: float) -> None:
         self.is_running = True
         self.started_s = self.ended_s = now_s
-        self._started_cpu_s = self._ended_cpu_s = cpu_seconds()
+        self._started_cpu_s = self._ended_cpu_s = time.process_time()
 
     @property
     def seconds(self) -> float:
@@ -269,63 +310,61 @@ class Count:
     def end(self, now_s: float) -> None:
         """Note the clock's last reading so far."""
         self.ended_s = now_s
-        self._ended_cpu_s = cpu_seconds()
+        self._ended_cpu_s = time.process_time()
 
 
-class Pump:
-    """Keeps every slot of a workload busy until the limits, and counts."""
+def pump(
+    engine: AioEngine,
+    files: Sequence[AioFile],
+    workload: Workload,
+    allowance: WriteAllowance,
+    *,
+    seconds: float,
+    deadline_s: float,
+    max_bytes: int | None = None,
+    is_counted_whole: bool = False,
+) -> Count:
+    """Keep every slot of a workload busy for `seconds` of its clock. Raises AioError when an operation fails.
 
-    def __init__(
-        self, engine: AioEngine, files: Sequence[AioFile], workload: Workload, allowance: WriteAllowance
-    ) -> None:
-        self._engine = engine
-        self._files = files
-        self._workload = workload
-        self._allowance = allowance
-        self._in_flight: deque[_Batch] = deque()
-        self._submitted_bytes = 0
+    It ends before at `deadline_s` of time.monotonic(), when `max_bytes` have been submitted, or when no more may be
+    written. `is_counted_whole`: no warm-up, and the transfers in flight at the end count: [Note: what a sample counts].
+    """
+    num_slots, submitted_bytes = len(workload.buffers), 0
+    count = Count(num_warmup_batches=0 if is_counted_whole else num_slots)
+    in_flight: deque[_Batch] = deque()
 
-    def run(self, limits: Limits) -> Count:
-        """Run the workload to the limits. Raises AioError when an operation fails."""
-        num_slots = len(self._workload.buffers)
-        count = Count(num_warmup_batches=0 if limits.is_counted_whole else num_slots)
-        for slot in range(num_slots):
-            self._submit_next(slot, limits)
-        is_ending = False
-        while self._in_flight:
-            finished = self._wait_some()
-            now_s = time.monotonic()
-            if not is_ending or limits.is_counted_whole:
-                count.complete(finished, now_s)
-            is_ending |= count.seconds >= limits.seconds or now_s >= limits.deadline_s
-            if not is_ending:
-                for batch in finished:
-                    self._submit_next(batch.slot, limits)
-        return count
+    def submit_next(slot: int) -> None:
+        nonlocal submitted_bytes
+        if max_bytes is not None and submitted_bytes >= max_bytes:
+            return
+        parts = workload.next_batch(slot)
+        if not allowance.take(sum(part.buffer.nbytes for part in parts if part.is_write)):
+            return
+        tickets, submitted_s = [], time.monotonic()
+        for part in parts:
+            submit = engine.write if part.is_write else engine.read
+            tickets.append(submit(files[part.file], part.buffer, offset=part.offset))
+            submitted_bytes += part.buffer.nbytes
+        in_flight.append(_Batch(slot, submitted_s, tickets))
 
-    def _wait_some(self) -> list[_Batch]:
-        """Wait for the oldest batch; return all batches that are complete by then."""
-        oldest = self._in_flight.popleft()
+    for slot in range(num_slots):
+        submit_next(slot)
+    is_ending = False
+    while in_flight:
+        oldest = in_flight.popleft()
         oldest.wait()
-        finished = [oldest, *(batch for batch in self._in_flight if batch.is_done())]
+        finished = [oldest, *(batch for batch in in_flight if batch.is_done())]
         for batch in finished[1:]:
-            self._in_flight.remove(batch)
+            in_flight.remove(batch)
             batch.wait()
-        return finished
-
-    def _submit_next(self, slot: int, limits: Limits) -> None:
-        if limits.max_bytes is not None and self._submitted_bytes >= limits.max_bytes:
-            return
-        batch = self._workload.next_batch(slot)
-        if not self._allowance.take(sum(part.buffer.nbytes for part in batch if part.is_write)):
-            return
-        tickets = []
-        submitted_s = time.monotonic()
-        for part in batch:
-            submit = self._engine.write if part.is_write else self._engine.read
-            tickets.append(submit(self._files[part.file], part.buffer, offset=part.offset))
-            self._submitted_bytes += part.buffer.nbytes
-        self._in_flight.append(_Batch(slot, submitted_s, tickets))
+        now_s = time.monotonic()
+        if not is_ending or is_counted_whole:
+            count.complete(finished, now_s)
+        is_ending |= count.seconds >= seconds or now_s >= deadline_s
+        if not is_ending:
+            for batch in finished:
+                submit_next(batch.slot)
+    return count
 
 
 def wait_for(ticket: AioTicket) -> None:
@@ -335,144 +374,6 @@ def wait_for(ticket: AioTicket) -> None:
             return ticket.wait(_WAIT_SLICE_S)
         except TimeoutError:
             continue
-
-
-def cpu_seconds() -> float:
-    """Return the user and system time of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-# --- Samples ---
-
-
-class Shape(NamedTuple):
-    """The sizes of a run's operations, chosen once from the drive's speed."""
-
-    max_in_flight_bytes: int
-    operation_bytes: int
-    chunk_elements: int
-    rate_bps: float
-
-
-class Request(NamedTuple):
-    """One measurement to take: `paths` are indices of the run's files."""
-
-    phase: str
-    traffic: Traffic
-    point: Point
-    paths: tuple[int, ...]
-    seconds: float
-    deadline_s: float
-    max_bytes: int | None = None
-    with_timeline: bool = False
-
-
-class Bench:
-    """The files, memory and allowance of a run; takes samples of them."""
-
-    def __init__(
-        self,
-        files: Sequence[ScratchFile],
-        *,
-        in_memory: Sequence[bool],
-        allowance: WriteAllowance,
-        memory: RandomMemory,
-        started_s: float,
-    ) -> None:
-        self.files = files
-        self.allowance = allowance
-        self.refusals: dict[Point, str] = {}
-        self.direct_reasons: dict[int, str] = {}
-        self._in_memory = in_memory
-        self._memory = memory
-        self._started_s = started_s
-
-    def sample(self, request: Request, shape: Shape) -> Sample | None:
-        """Take a sample; None when the engine refuses the point (see `refusals`) or nothing could be counted in time.
-
-        Raises AioError when an operation fails.
-        """
-        try:
-            engine = AioEngine(**request.point.to_json())
-        except ConfigError as error:
-            self.refusals[request.point] = error.allowed
-            return None
-        try:
-            engine.register_parts(self._memory.bytes)  # as training does with its buffers
-            opened = [self._open(engine, index) for index in request.paths]
-            return self._measure(request, shape, engine, opened)
-        finally:
-            engine.close(cancel=True)
-
-    def _open(self, engine: AioEngine, index: int) -> AioFile:
-        self.files[index].check()
-        file = engine.open(self.files[index].path)
-        if engine.backend is not AioBackend.AIOFILES:  # files of that backend never are
-            self.direct_reasons.setdefault(index, file.direct_reason)
-        return file
-
-    def _measure(
-        self, request: Request, shape: Shape, engine: AioEngine, opened: Sequence[AioFile]
-    ) -> Sample | None:
-        files = [self.files[index] for index in request.paths]
-        handles = zip(request.paths, opened, strict=True)
-        cached = [self.files[i] for i, handle in handles if not handle.direct and not self._in_memory[i]]
-        for file in cached:
-            file.drop_cache()
-        max_bytes = request.max_bytes
-        if cached and max_bytes is None:
-            # The page cache takes writes far faster than the drive: its content has to be written out.
-            max_bytes = int(shape.rate_bps * request.seconds)
-        workload = self._workload(request, shape, files)
-        started_s = time.monotonic()
-        is_whole = bool(cached) or request.with_timeline
-        limits = Limits(request.seconds, request.deadline_s, max_bytes, is_counted_whole=is_whole)
-        count = Pump(engine, opened, workload, self.allowance).run(limits)
-        sync_s = _sync(opened) if count.bytes_written and is_whole else None
-        if cached and count.is_running:
-            count.end(time.monotonic())
-        if not count.latencies_s or count.seconds <= 0.0:
-            return None
-        p50, p99 = np.percentile(count.latencies_s, (50, 99)).tolist()
-        return Sample(
-            phase=request.phase,
-            traffic=request.traffic.value,
-            point=request.point,
-            paths=request.paths,
-            direct=all(handle.direct for handle in opened),
-            started_s=started_s - self._started_s,
-            seconds=count.seconds,
-            bytes_read=count.bytes_read,
-            bytes_written=count.bytes_written,
-            operation_bytes=workload.operation_bytes,
-            num_operations=len(count.latencies_s),
-            latency_p50_s=p50,
-            latency_p99_s=p99,
-            latency_max_s=max(count.latencies_s),
-            cpu_s=count.cpu_s,
-            timeline=buckets(count.timeline) if request.with_timeline else (),
-            sync_s=sync_s,
-        )
-
-    def _workload(self, request: Request, shape: Shape, files: Sequence[ScratchFile]) -> Workload:
-        if request.traffic is Traffic.MIXED:
-            return OptimizerStep(files, num_elements=shape.chunk_elements, memory=self._memory)
-        return Sequential(
-            files,
-            is_write=request.traffic is Traffic.WRITE,
-            operation_bytes=max(shape.operation_bytes, request.point.block_size),
-            in_flight_bytes=request.point.in_flight_bytes,
-            memory=self._memory,
-        )
-
-
-def _sync(opened: Sequence[AioFile]) -> float:
-    """Return the seconds until everything written is on stable storage."""
-    begun_s = time.monotonic()
-    for handle in opened:
-        handle.sync()
-    return time.monotonic() - begun_s
 
 
 def buckets(timeline: Sequence[tuple[float, int]], num_buckets: int = 120) -> tuple[tuple[float, int], ...]:

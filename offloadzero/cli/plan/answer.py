@@ -1,18 +1,41 @@
-"""The answer of `offloadzero plan`: the plan, the bytes beside it, whether both fit, and a change that would."""
+"""The answer of `offloadzero plan`: the plan, the bytes beside it, whether both fit, and a change that would.
+
+[Note: the smallest change]
+Changes are tried in one order, and the first that fits is the answer: the cheapest comes first, and no two are named
+where one is enough.
+
+1. A budget of the configuration that is too small, raised to the byte, where the machine has as much.
+2. A budget of the device that leaves room for activations: fewer leases and fewer records there.
+3. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
+4. `"placement": "auto"`: slower tiers for segments that do not fit the faster ones; first with the directories that are
+   configured, then with one.
+5. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
+6. Shorter chunks of the update, then several of these together.
+7. More memory. The amount is given for the configuration that lacks least.
+
+A budget of the configuration may be too small beside one of the others: then both are named. A configuration that is
+invalid, checkpoints of a model without blocks, say, is no candidate.
+
+Every change is planned again before it is named: the named configuration is accepted.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from offloadzero.cli.plan.model import ModelSource
 from offloadzero.config import OffloadConfig, load_config
+from offloadzero.core.constants import COMPACT_CHUNK_MULTIPLE
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.errors import BudgetError, ConfigError
@@ -20,24 +43,27 @@ from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
-from offloadzero.planning.engine_plan import goes_by_time
-from offloadzero.planning.fit import (
+from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.engine_plan import (
     Beside,
     Change,
-    Memory,
+    Keys,
     More,
     Source,
     Verdict,
+    budget_keys,
+    goes_by_time,
     judge,
+    least_budgets,
     memory_with,
     needed,
-    smallest_change,
+    with_keys,
 )
-from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.hardware import Hardware, Memory
+from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, free_disk_bytes, nearest_directory
-from offloadzero.planning.memory_plan import format_bytes, nvme_bytes_with_waiting, waits_on_nvme
-from offloadzero.planning.model.shapes import MAX_LAYERS
+from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_nvme
+from offloadzero.planning.model.shapes import MAX_LAYERS, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
@@ -82,7 +108,6 @@ class Answer:
 
     @property
     def needed(self) -> dict[TierName, int]:
-        """The bytes of the run by the machine's tiers."""
         return needed(self.planned.plan, self.beside, self.memory)
 
     @property
@@ -123,7 +148,6 @@ class Planner:
         self._traces: dict[tuple[Any, ...], MicroBatchTrace | str] = {}
 
     def model(self) -> nn.Module:
-        """The model on the meta device."""
         if self._model is None:
             self._model = self.question.model.on_meta()
         return self._model
@@ -189,7 +213,7 @@ class Planner:
         except BudgetError as error:
             return Verdict(refusal=str(error))
 
-    def _verdict_of_candidate(self, source: Source, more: More) -> Verdict:
+    def _verdict_of_candidate(self, source: Source, more: More = NOTHING) -> Verdict:
         """Judge a change that is only tried: it may make the configuration invalid."""
         try:
             return self.verdict(source, more)
@@ -205,22 +229,51 @@ class Planner:
         return None
 
     def smallest_change(self, source: Source) -> Change:
-        """Return the change of a JSON that does not fit."""
+        """Return the first change with which a JSON that does not fit does: [Note: the smallest change]."""
         config = self._load(source)
-        try:
-            device_room = self.answer(source).device_room
-        except BudgetError:
-            device_room = None
-        return smallest_change(
-            source,
-            config,
-            self._load,
-            self._verdict_of_candidate,
-            refusal_of=self.refusal,
-            can_be_compact=spec_in(config).codes is not None and config.precision.param_dtype == "bf16",
-            has_activations=self.question.sequence is not None,
-            device_room=device_room,
-        )
+        can_be_compact = spec_in(config).codes is not None and config.precision.param_dtype == "bf16"
+        has_activations = self.question.sequence is not None
+        steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
+        with suppress(BudgetError):
+            room, budget = self.answer(source).device_room, config.budgets.device
+            if room is not None and (budget is None or room < budget):
+                steps.insert(0, {"offloadzero.budgets.device": room})
+        least: tuple[int, Keys] | None = None
+        for keys in _candidates(steps, self._raised(source), partial(self._raised_beside, source)):
+            verdict = self._verdict_of_candidate(with_keys(source, keys))
+            if verdict.fits:
+                return Change(keys)
+            if not verdict.refusal:
+                lacking = sum(verdict.short.values())
+                if least is None or lacking < least[0]:
+                    least = lacking, keys
+        if least is None:
+            raise AssertionError("budgets that were raised are refused")
+        return Change(least[1], self._lacking(with_keys(source, least[1])))
+
+    def _lacking(self, source: Source) -> More:
+        """The bytes that a machine lacks. "auto" uses a share of all there is: with more it may want more."""
+        more: dict[TierName, int] = {}
+        while not (verdict := self._verdict_of_candidate(source, more)).fits:
+            if verdict.refusal:
+                raise AssertionError(f"refused with more memory: {verdict.refusal}")
+            for tier, num_bytes in verdict.short.items():
+                more[tier] = more.get(tier, 0) + num_bytes
+        return more
+
+    def _raised(self, source: Source) -> Keys:
+        """Raise each budget that is too small to the least with which the engine plans on a machine of any size."""
+
+        def refusal_with(budgets: Mapping[TierName, int]) -> BudgetError | None:
+            return self.refusal(with_keys(source, budget_keys(budgets)))
+
+        return budget_keys(least_budgets(self._load(source).budgets, refusal_with))
+
+    def _raised_beside(self, source: Source, keys: Keys) -> Keys:
+        """Raise the budgets that are too small when `keys` are set: these may be others than without the keys."""
+        changed = with_keys(source, keys)
+        verdict = self._verdict_of_candidate(changed)
+        return {} if not verdict.refusal or verdict.is_mistake else self._raised(changed)
 
     def _trace(self, planned: PlannedModel, micro_batch: int, *, on_cpu: bool) -> MicroBatchTrace | str:
         sequence, dtype = self.question.sequence, planned.config.precision.param_dtype
@@ -243,6 +296,85 @@ class Planner:
         return self._traces[key]
 
 
+# --- the candidates: [Note: the smallest change] ---
+
+NVME_PATH = "offload-files"  # where no directory is configured
+SMALL_CHUNK = COMPACT_CHUNK_MULTIPLE  # elements; the fp32 layout accepts it, too
+# Steps that are tried together with raised budgets: a search of its own for each of them.
+MAX_BESIDE_BUDGETS = 2
+
+
+def _candidates(
+    steps: Sequence[Keys], budgets: Keys, raised_beside: Callable[[Keys], Keys]
+) -> Iterator[Keys]:
+    """Yield the candidates of [Note: the smallest change]: the budgets, then each step alone, then two, then more.
+
+    The budgets are one of these changes, as they have to fit the others. The first candidate is one that the engine
+    plans: without a budget to raise it is the configuration itself, for a machine that has more.
+    """
+    yield budgets
+    for count in range(1, len(steps) + 1):
+        yield from _combined(steps, count)
+        if 1 < count <= MAX_BESIDE_BUDGETS + 1:
+            yield from _with_budgets(_combined(steps, count - 1), raised_beside)
+    yield from _with_budgets([_joined(steps)], raised_beside)
+    yield {**_joined(steps), **budgets}
+
+
+def _combined(steps: Sequence[Keys], count: int) -> Iterator[Keys]:
+    for chosen in combinations(steps, count):
+        if len({name for keys in chosen for name in keys}) == sum(map(len, chosen)):  # no key twice
+            yield _joined(chosen)
+
+
+def _with_budgets(candidates: Iterable[Keys], raised_beside: Callable[[Keys], Keys]) -> Iterator[Keys]:
+    for keys in candidates:
+        raised = raised_beside(keys)
+        if raised:
+            yield {**keys, **raised}
+
+
+def _joined(steps: Iterable[Keys]) -> Keys:
+    return {name: value for keys in steps for name, value in keys.items()}
+
+
+def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool) -> Iterator[Keys]:
+    if has_activations and config.activation_checkpoints is None:
+        yield {"offloadzero.activation_checkpoints": {}}
+    batch = config.batch
+    if has_activations and batch.micro_batch_size is not None:
+        for size in _smaller(batch.micro_batch_size):
+            of_rank = batch.micro_batch_size * batch.gradient_accumulation_steps
+            yield {
+                "train_batch_size": of_rank * config.world_size,
+                "train_micro_batch_size_per_gpu": size,
+                "gradient_accumulation_steps": of_rank // size,
+            }
+    yield from _auto(config)
+    if can_be_compact and config.state_layout != "compact":
+        yield {"offloadzero.state_layout": "compact"}
+    if config.update.chunk_elements > SMALL_CHUNK:
+        yield {"offloadzero.update.chunk_elements": SMALL_CHUNK}
+
+
+def _auto(config: OffloadConfig) -> Iterator[Keys]:
+    auto: Keys = {} if config.placement.auto else {"offloadzero.placement": "auto"}
+    if auto:
+        yield auto
+    if not config.nvme_paths:
+        yield {**auto, "offloadzero.nvme_path": NVME_PATH}
+
+
+def _smaller(micro: int) -> Iterator[int]:
+    """Return the largest proper divisor and 1: of many sizes two are tried."""
+    if micro > 1:
+        half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        yield from dict.fromkeys((half, 1))
+
+
+# --- beside the plan ---
+
+
 def largest_model(question: Question, source: Source) -> ModelSource:
     """Find the model of the question's shape with the most blocks that fit. Raises ConfigError if one does not."""
     shape = question.model.shape
@@ -258,14 +390,11 @@ def largest_model(question: Question, source: Source) -> ModelSource:
 
     if not fits(1):
         raise ConfigError("--largest", str(shape), "not even one block of this width fits: a smaller width")
-    low, high = 1, 2
+    high = 2
     while high < MAX_LAYERS and fits(high):
-        low, high = high, 2 * high
-    high = min(high, MAX_LAYERS + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return of(low)
+        high *= 2
+    low, high = high // 2, min(high, MAX_LAYERS + 1)
+    return of(low + bisect_left(range(low + 1, high), 1, key=lambda number: not fits(number)))
 
 
 def in_memory(paths: Sequence[Path]) -> list[str]:

@@ -92,12 +92,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
     from offloadzero.cli.plan import measure
     from offloadzero.cli.plan import report as reports
-    from offloadzero.planning.cluster import is_cluster, read_cluster
+    from offloadzero.planning.cluster import find_cluster
     from offloadzero.update.spec import DTYPES
 
-    cluster = None
-    if args.hardware != THIS_MACHINE and is_cluster(args.hardware):
-        cluster = read_cluster("--hardware", args.hardware)
+    cluster = None if args.hardware == THIS_MACHINE else find_cluster("--hardware", args.hardware)
     _check(args, cluster)
     load = partial(load_config, world_size=args.ranks, elsewhere=args.hardware != THIS_MACHINE)
     load(args.config)  # checks it as a training does
@@ -139,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             save_json(args.json, result)
     if args.html:
-        from offloadzero.cli.plan.page import PAGE, plan_data
+        from offloadzero.cli.plan.report import PAGE, plan_data
 
         save_text(args.html, make_page(PAGE, plan_data(report)))
         if args.json != "-":
@@ -242,11 +240,10 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     """
     from offloadzero.cli.plan import measure
     from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory
-    from offloadzero.cli.plan.model import read_model
     from offloadzero.engine.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
-    from offloadzero.planning.fit import Memory
-    from offloadzero.planning.hardware import read_hardware
+    from offloadzero.planning.hardware import Memory, read_hardware
+    from offloadzero.planning.model.shapes import read_model
 
     model = read_model(args.model)
     if model.shape is None:

@@ -1,4 +1,4 @@
-"""The measurements of computation for `offloadzero plan`: of a standard block, and of the micro batch that is planned.
+"""The measurements of computation for `offloadzero plan`: a block, the planned micro batch, and work beside it.
 
 [Note: the micro batch is measured]
 Forward and backward are called in turn, as in a training, and gradients are dropped as they are complete: a backward
@@ -10,27 +10,54 @@ a CPU, so a smaller model is measured whole, and so is one that is no shape. Bot
 half of the free memory; where a call would take longer than MOST_S, with fewer samples, then with shorter ones, which
 changes a rate little. One that would take longer than LONGEST_S even so is not measured: blocks of a hundred billion
 parameters on a CPU, or any in bf16 on a CPU that is slow in it. Weights are the same few numbers again and again, since
-drawing them takes seconds for each billion; what products take does not depend on them.
+drawing them takes seconds for each billion; what products take does not depend on them. So a model is made without
+memory, as for its plan, and then given some.
+
+[Note: work beside the computation]
+The threads of an operation end together: what runs beside them on one core holds all of them up, for as long as it
+takes by itself and longer, as it shares caches and memory with them, and threads that wake move others to another core.
+The other way round a drive delivers less while all cores compute. Copies and updates are measured in parts of a unit's
+size with pauses, as in training, since work that goes on and on costs less by byte; the drive with the traffic of
+optimizer states. Each is measured in turn with the computation alone: a machine is not as fast from one minute to the
+next. Where a micro batch takes long there are fewer turns. By itself a drive moves so little that writes are left for
+the time beside the computation, however fast it is.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from offloadzero.cli.plan.model import ModelSource
+from offloadzero.cli.bench.adam import Records
+from offloadzero.cli.bench.traffic import (
+    MIB,
+    NUM_CHUNKS_IN_FLIGHT,
+    RandomMemory,
+    ScratchFile,
+    Traffic,
+    Workload,
+    WriteAllowance,
+    chunk_segments,
+    pump,
+    wait_for,
+)
 from offloadzero.errors import OffloadError
+from offloadzero.io.engine import AioEngine
 from offloadzero.memory.device import Device
+from offloadzero.native import kernels
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.machine import usable_cores
-from offloadzero.planning.model.shapes import LLAMA, ModelShape
+from offloadzero.planning.model.shapes import LLAMA, ModelShape, ModelSource
 from offloadzero.planning.model.trace import (
     MicroBatchTrace,
     TraceError,
@@ -38,7 +65,7 @@ from offloadzero.planning.model.trace import (
     loss_of_ids,
     trace_micro_batch,
 )
-from offloadzero.planning.step.rates import Computation
+from offloadzero.planning.step.forecast import COMPACT, FP32, Computation
 
 NUM_SAMPLES = 6
 ENOUGH_S = 4.0  # of one measurement: what takes that long is not repeated
@@ -48,12 +75,6 @@ FEW, MORE = 1, 3  # blocks of a model of a shape
 MOST_WHOLE_BYTES = 1 << 30  # of its weights
 LEAST_TOKENS = 128  # of a shortened sample
 _NUM_DRAWN = 1 << 20  # numbers that are drawn for weights
-_DRAWS = (
-    "normal_",
-    "uniform_",
-    "trunc_normal_",
-    "kaiming_uniform_",
-)  # transformers puts functions of its own there
 
 
 class NotMeasuredError(OffloadError, RuntimeError):
@@ -151,13 +172,11 @@ def micro_batch_rates(
     sequence: int,
     room: int,
     block: Computation,
-    host_room: int | None = None,
 ) -> Computation:
     """[Note: the micro batch is measured].
 
     Args:
         room: bytes that are free on the device.
-        host_room: bytes that are free on the host; None: it is the device.
         block: the rates of a standard block, from which follows how long it would take.
 
     Raises:
@@ -169,8 +188,12 @@ def micro_batch_rates(
         numbers = (FEW, MORE)
     # What cannot be measured is refused before it takes time: a trace of many blocks takes seconds.
     num_params = sum(param.numel() for param in source.on_meta(numbers[-1]).parameters())
-    expect_room = partial(_expect_room, source, num_params, dtype, room=room, host_room=host_room)
-    expect_room(0)
+
+    def expect_room(activation_bytes: int = 0) -> None:  # beside weights and gradients
+        if 2 * dtype.itemsize * num_params + activation_bytes > room / 2:
+            raise NotMeasuredError("it takes more than half of the memory")
+
+    expect_room()
     largest = _trace(source, numbers[-1], device, dtype, micro_batch, sequence)
     shape = _smaller_shape(micro_batch, sequence, MOST_S / _expected_s(largest, block))
     if shape != (micro_batch, sequence):
@@ -199,24 +222,6 @@ def _expected_s(trace: MicroBatchTrace, block: Computation) -> float:
     return trace.forward_flops / block.forward + trace.backward_flops / block.backward
 
 
-def _expect_room(
-    source: ModelSource,
-    num_params: int,
-    dtype: torch.dtype,
-    activation_bytes: int,
-    *,
-    room: int,
-    host_room: int | None,
-) -> None:
-    """Raise NotMeasuredError where weights, gradients and activations would take more than half of what is free."""
-    weights = dtype.itemsize * num_params
-    # A model that is no shape is made on the host in fp32, and goes to its dtype one parameter after the other.
-    made = 0 if source.num_blocks else 4 * num_params
-    on_device = 2 * weights if host_room is not None else max(2 * weights, made + weights)
-    if on_device + activation_bytes > room / 2 or (host_room is not None and made > host_room / 2):
-        raise NotMeasuredError("it takes more than half of the memory")
-
-
 def _smaller_shape(micro_batch: int, sequence: int, share: float) -> tuple[int, int]:
     """Return the shape of a micro batch with about that share of the tokens, if it is less than all of them."""
     if share >= 1.0:
@@ -227,7 +232,6 @@ def _smaller_shape(micro_batch: int, sequence: int, share: float) -> tuple[int, 
 
 
 def _grown(few: float, more: float, times: float) -> float:
-    """Return what grows by `more - few` that many times."""
     return few + (more - few) * times
 
 
@@ -255,45 +259,16 @@ def _measured(
     source: ModelSource, number: int, device: Device, dtype: torch.dtype, micro_batch: int, sequence: int
 ) -> _Seconds:
     try:
-        if source.num_blocks:
-            model = _filled(source.on_meta(number), device, dtype)
-        else:
-            with _DrawnOnce():
-                model = source.build()
-            model = model.to(device.torch_device, dtype)
+        model = source.on_meta(number).to(dtype)
+        with device.torch_device:
+            give_storages(model)  # a tied head stays one, as it does not with to_empty()
+        for param in model.parameters():
+            _fill(param)
         return _time_micro_batches(model, device, micro_batch, sequence)
     except OffloadError:
         raise
     except Exception as error:  # any error of the model's code
         raise NotMeasuredError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
-def _filled(empty: nn.Module, device: Device, dtype: torch.dtype) -> nn.Module:
-    """Return a model of a shape with weights for which products take as long as for any others."""
-    model = empty.to(dtype)
-    with device.torch_device:
-        give_storages(model)  # a tied head stays one, as it does not with to_empty()
-    for param in model.parameters():
-        _fill(param)
-    return model
-
-
-class _DrawnOnce(TorchFunctionMode):
-    """Fills the parameters of a model that is being made as `_fill` does, in the place of drawing all of them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operation."""
-        kwargs = dict(kwargs or {})
-        drawn = (
-            args[0] if args else kwargs.get("tensor")
-        )  # of torch.nn.init all arguments have their names here
-        is_draw = getattr(func, "__name__", "") in _DRAWS
-        if is_draw and isinstance(drawn, nn.Parameter) and drawn.is_contiguous():
-            _fill(drawn)
-            return drawn
-        return func(*args, **kwargs)
 
 
 def _fill(param: nn.Parameter) -> None:
@@ -347,3 +322,140 @@ def _rates(forward_flops: float, backward_flops: float, seconds: _Seconds, devic
         backward_flops / seconds.backward_cores,
         min(1.0, of_cores / (seconds.forward + seconds.backward)),
     )
+
+
+NUM_TURNS, MOST_BESIDE_S = 5, 8.0  # no turn begins later than that; there is one in any case
+TURN_S, MOST_TURN_S = 0.4, 2.0  # of four micro batches; at most, if not even one takes longer
+COPY_BYTES, COPY_PAUSE_S = 16 * MIB, 0.005
+UPDATED_PARAMS, UPDATE_PAUSE_S = 1 << 23, 0.02
+FILE_BYTES, MEMORY_BYTES = 512 * MIB, 64 * MIB
+STATE_ELEMENTS = 1 << 20  # of a record in the drive's traffic
+WRITE_LIMIT_BYTES = 8 << 30
+LEAST_S = 1e-15  # by byte: nothing that could be measured
+
+Compute = Callable[[], object]  # computes a micro batch
+Work = Callable[[float], float]  # works for so many seconds, and returns its bytes per second
+
+
+class DriveBeside(NamedTuple):
+    hold_s_per_byte: float  # by which the computation takes longer
+    share: float  # of the drive's rate, that it has there
+
+
+def copies_beside(compute: Compute) -> float:
+    """Return the seconds that computation loses for each byte of copies in host memory beside it."""
+    source, target = (torch.zeros(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+    copies = _with_pauses(lambda: kernels.copy(target, source), source.nbytes, COPY_PAUSE_S)
+    return _hold_s_per_byte(compute, copies)
+
+
+def updates_beside(compute: Compute) -> dict[str, float]:
+    """Return the seconds that computation loses for each byte that updates beside it move, by state layout."""
+    records, found = Records(UPDATED_PARAMS), {}
+    for layout in (FP32, COMPACT):
+        case, update = records.adam(layout, kernels.active_isa(), len(os.sched_getaffinity(0)))
+        num_bytes = int(case.bytes_per_param * case.num_params)
+        found[layout] = _hold_s_per_byte(compute, _with_pauses(update, num_bytes, UPDATE_PAUSE_S))
+    return found
+
+
+def drive_beside(compute: Compute, path: Path) -> DriveBeside | None:
+    """Measure the drive of a directory. None: it has moved nothing in a turn. Raises AioError."""
+    memory, allowance = RandomMemory(MEMORY_BYTES), WriteAllowance(WRITE_LIMIT_BYTES)
+    with closing(ScratchFile(str(path))) as scratch:
+        engine = AioEngine()
+        try:
+            engine.register_parts(memory.bytes)
+            file = scratch.open(engine)
+            for offset in range(0, FILE_BYTES, MEMORY_BYTES):
+                wait_for(engine.write(file, memory.bytes, offset=offset))
+            scratch.num_bytes = FILE_BYTES
+            states = Workload(
+                [scratch],
+                Traffic.MIXED,
+                segments=chunk_segments(STATE_ELEMENTS),
+                num_slots=NUM_CHUNKS_IN_FLIGHT,
+                memory=memory,
+            )
+
+            def moves(seconds: float, max_bytes: int | None = None) -> float:
+                count = pump(
+                    *(engine, [file], states, allowance),
+                    seconds=seconds,
+                    deadline_s=time.monotonic() + 2 * seconds,
+                    max_bytes=max_bytes,
+                )
+                return (count.bytes_read + count.bytes_written) / count.seconds if count.seconds else 0.0
+
+            return _drive_beside(
+                compute, moves, by_itself=lambda seconds: moves(seconds, WRITE_LIMIT_BYTES // NUM_TURNS)
+            )
+        finally:
+            engine.close(cancel=True)
+
+
+def _drive_beside(compute: Compute, moves: Work, *, by_itself: Work) -> DriveBeside | None:
+    holds, shares = list[float](), list[float]()
+    turn_s = _turn_s(compute)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in _turns():
+            rate = pool.submit(by_itself, turn_s).result()
+            hold_s, beside = _turn(compute, moves, turn_s, pool)
+            if not rate or not beside:
+                break  # as much is written as may be, or the drive hangs
+            holds.append(hold_s)
+            shares.append(beside / rate)
+    return DriveBeside(max(LEAST_S, median(holds)), min(1.0, median(shares))) if holds else None
+
+
+def _hold_s_per_byte(compute: Compute, work: Work) -> float:
+    turn_s = _turn_s(compute)
+    with ThreadPoolExecutor(1) as pool:
+        return max(LEAST_S, median(_turn(compute, work, turn_s, pool)[0] for _ in _turns()))
+
+
+def _turn_s(compute: Compute) -> float:
+    compute()  # the first time chooses the code
+    one_s = _micro_batch_s(compute, lambda: True)
+    return max(TURN_S, one_s, min(4 * one_s, MOST_TURN_S))
+
+
+def _turns() -> Iterator[int]:
+    begun_s = time.monotonic()
+    for number in range(NUM_TURNS):
+        if number and time.monotonic() - begun_s > MOST_BESIDE_S:
+            return
+        yield number
+
+
+def _turn(compute: Compute, work: Work, turn_s: float, pool: ThreadPoolExecutor) -> tuple[float, float]:
+    """Compute alone, then beside the work: return the seconds lost by byte, and the work's bytes per second there."""
+    alone_s = _micro_batch_s(compute, pool.submit(time.sleep, turn_s).done)
+    working = pool.submit(work, turn_s)
+    beside_s = _micro_batch_s(compute, working.done)
+    rate = working.result()
+    return (1.0 - alone_s / beside_s) / rate if rate else 0.0, rate
+
+
+def _with_pauses(call: Callable[[], object], num_bytes: int, pause_s: float) -> Work:
+    """Return work that makes a call, which moves so many bytes, again and again."""
+
+    def work(seconds: float) -> float:
+        moved, begun_s = 0, time.perf_counter()
+        while (took_s := time.perf_counter() - begun_s) < seconds:
+            call()
+            moved += num_bytes
+            time.sleep(pause_s)
+        return moved / took_s
+
+    return work
+
+
+def _micro_batch_s(compute: Compute, is_over: Callable[[], bool]) -> float:
+    """Return the seconds of a micro batch until then; at least one is computed."""
+    times_s = list[float]()
+    while not times_s or not is_over():
+        begun_s = time.perf_counter()
+        compute()
+        times_s.append(time.perf_counter() - begun_s)
+    return median(times_s)

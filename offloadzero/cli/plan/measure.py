@@ -11,7 +11,7 @@
 | copies, landing | the native copy on one thread; the norm of a gradient on as many as an update |
 | link | pinned copies of 256 MiB each way |
 | drive | `bench nvme` for a third of the time: its row of the engine's default setting |
-| what copies, updates and the drive cost a CPU that computes | [Note: work beside the computation] in beside.py |
+| what copies, updates and the drive cost a CPU that computes | [Note: work beside the computation] in computation.py |
 | Python per unit | a tiny model of many units in the engine: what its own clock of hooks says |
 
 The work of the host's cores is measured in their time, as [Note: the bound] in observe/bound.py measures a run.
@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -40,28 +40,29 @@ from offloadzero.cli.bench.adam import Records
 from offloadzero.cli.bench.nvme import measure_paths
 from offloadzero.cli.output import Progress
 from offloadzero.cli.plan.answer import drive_bytes, drive_of
-from offloadzero.cli.plan.beside import copies_beside, drive_beside, updates_beside
 from offloadzero.cli.plan.computation import (
     NotMeasuredError,
     best_s,
     block_micro_batch,
     block_rates,
+    copies_beside,
     cores_s,
+    drive_beside,
     micro_batch_rates,
+    updates_beside,
 )
-from offloadzero.cli.plan.model import ModelSource
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
 from offloadzero.native.hyper import AdamHyper
-from offloadzero.observe.run_dir import STEPS_FILE
-from offloadzero.planning.fit import Memory
+from offloadzero.observe.monitor import STEPS_FILE
+from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.hardware import (
     Hardware,
+    Memory,
     describe,
     keep,
-    keep_model,
     kept_hardware,
     model_key,
     with_rates_of,
@@ -74,15 +75,15 @@ from offloadzero.planning.machine import (
     nearest_directory,
     usable_cores,
 )
-from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.step.rates import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.model.shapes import ModelSource
+from offloadzero.planning.step.forecast import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 
 PROBE_S = 45.0
 MODEL_S = 15.0
 _MIB = 1 << 20
-LINK_BYTES = 256 * _MIB
+LINK_BYTES, DRIVE_FILE_BYTES = 256 * _MIB, 512 * _MIB
 _MEASURED = (torch.bfloat16, torch.float32)
 _OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minutes for this block
 
@@ -90,14 +91,10 @@ _OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minute
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
     """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
     found = memory_only(device_name, paths) if fresh else without_measuring(device_name, paths)
-    # Measuring takes memory, which was looked at before.
     if found.rates == Rates():
+        # Measuring takes memory, which was looked at before.
         found = replace(found, rates=measure(find_device(device_name), paths))
-    elif found.device_is_cpu and not found.rates.holds:  # kept by a version that did not measure it
-        found = replace(found, rates=_completed(found.rates, paths))
-    else:
-        return found
-    _keep(partial(keep, found))
+        _keep(found)
     return found
 
 
@@ -137,7 +134,7 @@ def with_model(
     block = found.rates.flops[name]
     device = find_device(device_name)
     # What this process holds by now is not free to it, as it is to the training that is planned.
-    on_device, on_host = device.free_bytes(), available_host_bytes()
+    on_device = device.free_bytes()
     progress = Progress(MODEL_S)
     try:
         _say_if_busy(progress, "the model's computation")  # its time on a clock is kept, too
@@ -148,16 +145,13 @@ def with_model(
             dtype,
             micro_batch=micro_batch,
             sequence=sequence,
-            room=on_host if on_device is None else on_device,
-            host_room=None if on_device is None else on_host,
+            room=available_host_bytes() if on_device is None else on_device,
             block=Computation(block, found.rates.gradient_flops.get(name, block)),
         )
     except NotMeasuredError as error:
         progress.say(f"The model's own computation is not measured, a standard block's is taken: {error}")
         return found
-    finally:
-        progress.close()
-    _keep(partial(keep_model, found, key, computed))
+    _keep(found, key, computed)
     return with_rates_of(found, key, computed)
 
 
@@ -198,10 +192,10 @@ def _take_a_step(device: torch.device) -> None:
 # --- kept rates ---
 
 
-def _keep(keep_it: Callable[[], None]) -> None:
+def _keep(found: Hardware, key: str = "", computed: Computation | None = None) -> None:
     """Keep what was measured for the next time, which measures again where there is no place for it."""
     try:
-        keep_it()
+        keep(found, key, computed)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         print(f"The measurement is not kept for the next time: {error}", file=sys.stderr, flush=True)
 
@@ -217,12 +211,12 @@ def _kept(identity: Mapping[str, Any]) -> Hardware | None:
 # --- measurements ---
 
 
-def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
+def measure(device: Device, paths: Sequence[Path]) -> Rates:
     """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured.
 
     Raises OffloadError where the device has too little free memory for it.
     """
-    progress = Progress(time_s)
+    progress = Progress(PROBE_S)
     _say_if_busy(progress, "its computation, its drive and its link")
     is_cpu = device.free_bytes() is None
     dtypes = _MEASURED if is_cpu else (*_MEASURED, *_OF_DEVICES)
@@ -249,7 +243,7 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         rates = replace(rates, unit_s=python_per_use(device))
         if paths:
             progress.phase("drive")
-            rates = replace(rates, **drive_rates(paths, time_s=time_s / 3))
+            rates = replace(rates, **drive_rates(paths, time_s=PROBE_S / 3))
         if is_cpu:
             progress.phase("work beside the computation")
             rates = rates_beside(rates, paths)
@@ -258,20 +252,7 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
             f"{device.name()} has too little free memory to be measured, {format_bytes(device.free_bytes() or 0)}: "
             "another process may hold it. `--no-time` plans the bytes without measuring"
         ) from error
-    finally:
-        progress.close()
     return rates
-
-
-def _completed(rates: Rates, paths: Sequence[Path]) -> Rates:
-    """Add what was not measured yet: [Note: work beside the computation]."""
-    progress = Progress(PROBE_S / 3)
-    try:
-        _say_if_busy(progress, "its computation and its drive")
-        progress.phase("work beside the computation")
-        return rates_beside(rates, paths)
-    finally:
-        progress.close()
 
 
 def _say_if_busy(progress: Progress, what: str) -> None:
@@ -418,7 +399,7 @@ def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) 
     return statistics.median(launch_s) / (2 * num_blocks)
 
 
-def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * _MIB) -> dict[str, Any]:
+def drive_rates(paths: Sequence[Path], *, time_s: float) -> dict[str, Any]:
     """Return rates of the engine's default setting by `bench nvme`: read, write, both at once, and their CPU time.
 
     Directories that do not exist yet are measured in the one that they would be made in. Of several on one drive only
@@ -427,9 +408,9 @@ def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * 
     existing = {drive_of(path): nearest_directory(path) for path in reversed(paths)}
     result = measure_paths(
         [str(path) for path in reversed(existing.values())],
-        size=str(num_bytes),
+        size=str(DRIVE_FILE_BYTES),
         time_text=f"{time_s:.3f}s",
-        write_limit=str(16 * num_bytes),
+        write_limit=str(16 * DRIVE_FILE_BYTES),
     )
     rates = {}
     for row in result["results"]["traffic"]:

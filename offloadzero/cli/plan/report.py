@@ -1,4 +1,4 @@
-"""The report of `offloadzero plan`: the answer as text and as JSON."""
+"""The report of `offloadzero plan`: the answer as text, as JSON and as a page, [Note: the page] in cli/output.py."""
 
 from __future__ import annotations
 
@@ -6,29 +6,36 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from offloadzero.cli.output import size_text, text_table
+from offloadzero.cli.output import text_table
 from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import uses_of
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
-from offloadzero.observe.texts import duration_text
-from offloadzero.observe.timeline import COLLECTIVES, COMPUTE
+from offloadzero.observe.forecast import FILE_ENGINE, PYTHON
+from offloadzero.observe.texts import (
+    count_text,
+    format_bytes,
+    rate_text,
+    size_text,
+    time_text,
+    years_text,
+)
+from offloadzero.observe.timeline import COLLECTIVES, LANES
 from offloadzero.planning.cluster import Cluster, on_cluster
-from offloadzero.planning.fit import Change, Source, needed, with_keys
+from offloadzero.planning.engine_plan import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
-from offloadzero.planning.homes import idle_rules
-from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.rank_bytes import STAGES, efficiency_unoverlapped, state_bytes
-from offloadzero.planning.step.advice import faster, other_settings
-from offloadzero.planning.step.forecast import (
-    Forecast,
+from offloadzero.planning.homes import STAGES, idle_rules, state_bytes
+from offloadzero.planning.step.advice import (
     Run,
-    Step,
+    faster,
     faster_in_fp32,
     forecast_run,
-    plan_step,
+    intensities,
+    other_settings,
 )
+from offloadzero.planning.step.forecast import OVERLAP, Forecast, Phase, Step, plan_step
+from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
 
 LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
 
@@ -51,14 +58,6 @@ class StageBytes:
 
 
 @dataclass(frozen=True)
-class Intensity:
-    """The operations of a step for each byte on a lane, and the share of computing if the lane did not overlap."""
-
-    flops_per_byte: float
-    efficiency: float
-
-
-@dataclass(frozen=True)
 class Report:
     """An answer with its forecast. `answer` is None where the configuration's budgets leave no plan: `refusal`."""
 
@@ -78,7 +77,6 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether the run can start without a change."""
         return self.change is None
 
     # --- for people ---
@@ -91,7 +89,6 @@ class Report:
         return lines
 
     def answer_lines(self) -> list[str]:
-        """Return the others."""
         lines = ["", *self.verdict_lines()]
         if self.forecast is not None:
             lanes = text_table(LANE_HEADER, self.lane_rows(self.forecast))
@@ -99,7 +96,6 @@ class Report:
         return lines
 
     def head_line(self) -> str:
-        """Return the model in one line."""
         if self.answer is None:
             return self.model
         planned = self.answer.planned
@@ -147,7 +143,6 @@ class Report:
         yield from self.memory_notes()
 
     def memory_notes(self) -> Iterator[str]:
-        """Yield sentences about the bytes."""
         answer = self.answer
         if answer is None:
             return
@@ -239,7 +234,6 @@ class Report:
         return step.num_micro * step.trace.flops / found.seconds / 1e12
 
     def left_out(self) -> list[str]:
-        """Return what the forecast leaves out."""
         found = [] if self.cluster is None else [*self.cluster.left_out()]
         if self.answer is not None and self.step is not None:
             moved, config = self.step.traffic.lanes, self.answer.planned.config
@@ -247,7 +241,6 @@ class Report:
         return found
 
     def simulation_lines(self) -> Iterator[str]:
-        """Yield a sentence about the simulated step, if there is one."""
         found = self.forecast.simulated if self.forecast is not None else None
         if found is None:
             return
@@ -292,7 +285,7 @@ class Report:
             cells = (
                 ["", ""]
                 if ratio is None
-                else [f"{ratio.flops_per_byte:,.0f}", f"{100 * ratio.efficiency:.1f} %"]
+                else [f"{ratio['flops_per_byte']:,.0f}", f"{100 * ratio['efficiency']:.1f} %"]
             )
             return [indent + name, size, known, *cells]
 
@@ -308,7 +301,6 @@ class Report:
     # --- for programs ---
 
     def to_json(self) -> dict[str, Any]:
-        """Return the whole report as JSON."""
         answer = self.answer
         found = asdict(self.forecast) if self.forecast is not None else {}
         simulation = found.pop("simulated", None)
@@ -324,11 +316,7 @@ class Report:
             **({} if answer is None else _answer_json(answer)),
             "forecast": self.forecast and {**found, "tokens_per_s": self.forecast.tokens_per_s},
             "simulated": simulation,
-            "intensity": {
-                name: asdict(found) for name, found in intensities(self.step, self.forecast).items()
-            }
-            if self.step is not None and self.forecast is not None
-            else None,
+            "intensity": self.step and self.forecast and intensities(self.step, self.forecast),
             "ranks": self.num_ranks,
             "local_ranks": self.num_local_ranks,
             "tflops_of_device": self.tflops,
@@ -340,26 +328,6 @@ class Report:
             "run": self.run and asdict(self.run),
             "hardware": self.hardware.to_json(),
         }
-
-
-def count_text(count: int) -> str:
-    """Return a number of parameters."""
-    return f"{count / 1e9:,.3f} billion" if count >= 1e8 else f"{count:,}"
-
-
-def time_text(seconds: float) -> str:
-    """Return the time of a step, long ones in whole seconds."""
-    return duration_text(seconds) if seconds < 1000 else f"{seconds:,.0f} s"
-
-
-def years_text(years: float) -> str:
-    """Return years, or the days of less than one: 2.5 years, 12.0 days."""
-    return f"{years:,.1f} years" if years >= 1 else f"{years * 365.25:,.1f} days"
-
-
-def rate_text(rate: float) -> str:
-    """Return a rate with three digits."""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _longest_first(seconds: Mapping[str, float]) -> list[str]:
@@ -377,24 +345,6 @@ def _stage_times(found: StageBytes) -> list[str]:
 def _stage_json(found: StageBytes) -> dict[str, Any]:
     tiers = found.tiers
     return {**asdict(found), "tiers": tiers and {tier.value: size for tier, size in tiers.items()}}
-
-
-def intensities(step: Step, found: Forecast) -> dict[str, Intensity]:
-    """Give them by lane, where bytes, operations and both rates are known: [Note: efficiency by bandwidth]."""
-    seconds = {**found.lanes_s, **found.parts_s}
-    compute_s = seconds.get(COMPUTE)
-    if step.trace is None or step.trace.uncounted or not compute_s:
-        return {}
-    flops = step.num_micro * step.trace.flops
-    known: dict[str, Intensity] = {}
-    for name, num_bytes in step.traffic.lanes.items():
-        if num_bytes and seconds.get(name):
-            per_byte = flops / num_bytes
-            share = efficiency_unoverlapped(
-                per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s
-            )
-            known[name] = Intensity(per_byte, share)
-    return known
 
 
 def _answer_json(answer: Answer) -> dict[str, Any]:
@@ -440,7 +390,6 @@ def make_report(
     """
     planner = Planner(question)
     of_rank = hardware if cluster is not None else share_of(hardware, question.num_local_ranks)
-    forecaster = Forecaster(question, of_rank, cluster)
     refusal, answer = "", None
     try:
         answer = planner.answer(source, by_time=True)
@@ -458,7 +407,9 @@ def make_report(
         num_tokens=num_tokens,
         num_ranks=question.num_ranks,
         num_local_ranks=question.num_local_ranks,
-        stages=by_stage(planner, source, forecaster if with_time and cluster is not None else None)
+        stages=by_stage(
+            planner, source, of_rank.forecast if with_time and cluster is not None else None, cluster
+        )
         if question.num_ranks > 1
         else (),
         cluster=cluster,
@@ -469,45 +420,31 @@ def make_report(
         report = replace(report, change=planner.smallest_change(source))
     if answer is None or not with_time:
         return report
-    step = forecaster.step(answer)
-    found = forecaster.forecast(step)
+    step = step_of(answer, num_local_ranks=question.num_local_ranks, cluster=cluster)
+    found = of_rank.forecast(step)
     run = None
     if num_tokens is not None:
         run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
     return replace(report, step=step, forecast=found, run=run)
 
 
-@dataclass(frozen=True)
-class Forecaster:
-    """Forecasts steps of one rank, which has `hardware`, of `cluster` where there is one."""
-
-    question: Question
-    hardware: Hardware
-    cluster: Cluster | None = None
-
-    def step(self, answer: Answer) -> Step:
-        """Return the bytes and operations of a step."""
-        num_local = self.question.num_local_ranks
-        step = step_of(answer, num_local_ranks=num_local)
-        if self.cluster is None:
-            return step
-        return on_cluster(
-            step, num_local=num_local, node_ranks=answer.planned.config.zero_plus_plus.node_ranks
-        )
-
-    def forecast(self, step: Step) -> Forecast:
-        """Return the seconds of a step."""
-        return self.hardware.forecast(step)
-
-
 def by_stage(
-    planner: Planner, source: Source, forecaster: Forecaster | None = None
+    planner: Planner,
+    source: Source,
+    forecast_of: Callable[[Step], Forecast] | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[StageBytes, ...]:
-    """Plan a JSON for each stage of ZeRO, and forecast its step where there is a forecaster."""
-    return tuple(_of_stage(planner, source, stage, forecaster) for stage in STAGES)
+    """Plan a JSON for each stage of ZeRO, and forecast its step where that is given."""
+    return tuple(_of_stage(planner, source, stage, forecast_of, cluster) for stage in STAGES)
 
 
-def _of_stage(planner: Planner, source: Source, stage: int, forecaster: Forecaster | None) -> StageBytes:
+def _of_stage(
+    planner: Planner,
+    source: Source,
+    stage: int,
+    forecast_of: Callable[[Step], Forecast] | None,
+    cluster: Cluster | None,
+) -> StageBytes:
     model, num_ranks = planner.model(), planner.question.num_ranks
     num_trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
     num_frozen = sum(param.numel() for param in model.parameters()) - num_trainable
@@ -515,7 +452,7 @@ def _of_stage(planner: Planner, source: Source, stage: int, forecaster: Forecast
     of_stage = with_keys(source, {"zero_optimization.stage": stage})
     answer: Answer | None = None
     try:
-        if forecaster is None:
+        if forecast_of is None:
             planned, _ = planner.plan(of_stage)
         else:
             answer = planner.answer(of_stage)
@@ -524,17 +461,18 @@ def _of_stage(planner: Planner, source: Source, stage: int, forecaster: Forecast
         return StageBytes(stage, formula, None, refusal=str(error).partition("\n")[0])
     plan = planned.plan
     found = StageBytes(stage, formula, {tier: plan.tier_bytes(tier) for tier in TierName}, plan.home_bytes)
-    if forecaster is None or answer is None:
+    if forecast_of is None or answer is None:
         return found
     if not answer.verdict.fits:
         return replace(found, does_not_fit=True)
-    return replace(found, forecast=forecaster.forecast(forecaster.step(answer)))
+    step = step_of(answer, num_local_ranks=planner.question.num_local_ranks, cluster=cluster)
+    return replace(found, forecast=forecast_of(step))
 
 
-def step_of(answer: Answer, *, num_local_ranks: int | None = None) -> Step:
+def step_of(answer: Answer, *, num_local_ranks: int | None = None, cluster: Cluster | None = None) -> Step:
     """Return the bytes and operations of a step of a planned model; `num_local_ranks` as in `plan_step`."""
     planned = answer.planned
-    return plan_step(
+    step = plan_step(
         planned.records,
         planned.plan,
         planned.config,
@@ -542,3 +480,120 @@ def step_of(answer: Answer, *, num_local_ranks: int | None = None) -> Step:
         trace=answer.trace,
         num_local_ranks=num_local_ranks,
     )
+    if cluster is None or num_local_ranks is None:
+        return step
+    return on_cluster(step, num_local=num_local_ranks, node_ranks=planned.config.zero_plus_plus.node_ranks)
+
+
+PAGE = "plan/page.html"
+# In the order of the chart.
+_LANES = (CORES, *LANES, NVME_MIXED, LINKS, NETWORK, HOST_MEMORY, PYTHON, FILE_ENGINE)
+
+
+def plan_data(report: Report) -> dict[str, Any]:
+    """Return all data that the page shows."""
+    answer, found = report.answer, report.forecast
+    header, rows = report.stage_table()
+    stages = {"header": header, "rows": rows, "notes": list(report.stage_notes())}
+    used = set[str]()
+    if found is not None:
+        used = {lane for phase in found.phases for lane, seconds in phase.lanes_s.items() if seconds}
+    return {
+        "title": report.head_line(),
+        "summary": report.time_line(),
+        "verdict": [*([report.refusal] if report.refusal else []), *report.verdict_lines()],
+        "fits": report.fits,
+        "notes": [*report.memory_notes(), *report.simulation_lines(), *report.advice_lines()],
+        "facts": list(_facts(report)),
+        "tiers": [] if answer is None else tier_rows(answer, report.hardware.process_bytes),
+        "lanes": [lane for lane in _LANES if lane in used] + sorted(used.difference(_LANES)),
+        "phases": [] if found is None else [_phase(phase) for phase in found.phases],
+        "table": found and {"header": list(LANE_HEADER), "rows": report.lane_rows(found)},
+        "stages": stages if report.stages else None,
+        "stretch": _stretch(found),
+    }
+
+
+def _stretch(found: Forecast | None) -> str:
+    """Say by what a phase is longer than its longest lane."""
+    text = f"over an overlap of {OVERLAP:.0%}"
+    more = 1.0 if found is None else found.over_phases
+    return text if more < 1.005 else f"{text}, times {more:.2f}: simulated unit by unit, the step is longer"
+
+
+def _facts(report: Report) -> Iterator[list[str]]:
+    """Yield label and value of the tiles on top."""
+    found, answer = report.forecast, report.answer
+    if found is not None and found.seconds is not None:
+        yield ["step (forecast)", time_text(found.seconds)]
+        if found.tokens_per_s is not None:
+            yield ["tokens/s", rate_text(found.tokens_per_s)]
+        if found.lane is not None:
+            yield ["longest lane", found.lane]
+    if report.num_ranks > 1:
+        yield ["ranks", f"{report.num_ranks:,}, {report.num_local_ranks} on a machine"]
+    if answer is not None:
+        config, trace = answer.planned.config, answer.trace
+        tokens = "" if trace is None else f" x {trace.num_tokens // answer.micro_batch:,} tokens"
+        yield ["micro batch", f"{answer.micro_batch}{tokens}"]
+        yield ["micro batches per step", str(config.batch.gradient_accumulation_steps)]
+        yield ["parameters", count_text(answer.planned.num_parameters)]
+        yield ["units", str(len(answer.planned.records))]
+        yield ["state layout", config.state_layout]
+    yield ["device", report.hardware.device or "cpu"]
+
+
+def tier_rows(answer: Answer, process_bytes: int) -> list[dict[str, Any]]:
+    """Return the tiers: parts in bytes, what the configuration allows the plan, and what the machine has.
+
+    With the CPU as the device its memory is the host's: a row of both together follows, and it alone has a limit.
+    """
+    memory, beside, buffers = answer.memory, answer.beside, answer.planned.buffer_bytes
+    outside = {
+        TierName.DEVICE: {"activations": beside.device - buffers, "buffers of the model": buffers},
+        TierName.HOST: {
+            "inputs of checkpointed units": beside.host - process_bytes,
+            "holes in the heap": beside.holes,
+            "files in memory": beside.files,
+            "Python and torch": process_bytes,
+        },
+        TierName.NVME: {
+            "inputs of checkpointed units": beside.nvme,
+            "building under zero.Init": beside.waiting,
+        },
+    }
+    is_shared, rows, expected = memory.device is None, list[dict[str, Any]](), sum(answer.needed.values())
+    for tier in TierName:
+        lines = [(line.what, line.num_bytes) for line in answer.planned.plan.lines if line.tier is tier]
+        sizes = _as_parts([*lines, *outside[tier].items()])
+        if sizes:
+            limit = None if is_shared and not tier.is_file else getattr(memory, tier.value)
+            budget = getattr(answer.planned.config.budgets, tier.value)
+            rows.append({"name": tier.value, "parts": sizes, "available": limit, "budget": budget})
+    totals = {row["name"]: sum(part["num_bytes"] for part in row["parts"]) for row in rows}
+    if sum(totals.values()) != expected:
+        raise AssertionError(f"the page shows {sum(totals.values())} bytes of {expected}")
+    if is_shared:
+        both = [(f"on the {name}", totals[name]) for name in ("device", "host") if name in totals]
+        row = {"name": "in all", "parts": _as_parts(both), "available": memory.host, "budget": None}
+        rows.insert(len(both), row)
+    return rows
+
+
+def _as_parts(sizes: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"what": what, "num_bytes": size} for what, size in sizes if size]
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    parts = sorted(phase.parts_s.items(), key=lambda part: -part[1])
+    return {
+        "name": phase.name,
+        "seconds": phase.seconds,
+        "lanes": _done(phase.lanes_s),
+        "parts": {CORES: [[part, seconds] for part, seconds in parts if seconds]} if parts else {},
+        "bytes": _done(phase.num_bytes),
+    }
+
+
+def _done(lanes: Mapping[str, float]) -> dict[str, float]:
+    return {lane: amount for lane, amount in lanes.items() if amount}

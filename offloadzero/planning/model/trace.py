@@ -28,7 +28,6 @@ HOLES of the most, or LARGEST_HOLES of the size of the largest, are counted besi
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 import weakref
 from collections import Counter
@@ -37,7 +36,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadzero.core.torch_private import DispatchMode, fake_tensor_mode
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import align_up
-from offloadzero.planning.inputs import input_key, may_leave
+from offloadzero.planning.homes import input_key, may_leave
 from offloadzero.planning.model.operations import formula_of, is_heavy
 from offloadzero.planning.model.shapes import next_token_loss
 
@@ -57,17 +56,8 @@ MOST_IN_HEAP, HOLES, LARGEST_HOLES = 32 << 20, 0.5, 5  # [Note: holes in the hea
 FEW = (2, 3, 4)  # [Note: blocks that are traced alike]
 MIN_BLOCKS = 10  # of fewer a trace is as fast
 _BETWEEN_RANKS = ("c10d", "_c10d_functional", "c10d_functional")  # torch's namespaces of collectives
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-)  # no call changes them
+# Of arguments, those that no call changes.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 T = TypeVar("T")
 
@@ -98,21 +88,18 @@ class MicroBatchTrace:
     backward_flops: int  # recomputation included
     kept_bytes: int  # when the forward has ended
     peak_bytes: int
-    peak_without_inputs: int = (
-        0  # of what is alive beside the inputs of checkpointed units that have one call
-    )
+    # Of what is alive beside the inputs of checkpointed units that have one call.
+    peak_without_inputs: int = 0
     inputs: tuple[CallInputs, ...] = ()  # by call of a checkpointed unit
     input_bytes: int = 0  # of the call with the most, each tensor rounded up to pages
     largest_input_bytes: int = 0  # of one tensor, rounded up to pages
     heap_bytes: int = 0  # the most that is alive at once in storages of less than MOST_IN_HEAP
     largest_in_heap: int = 0  # the bytes of the largest of these storages
-    uncounted: tuple[
-        str, ...
-    ] = ()  # operations that have no formula; without them the FLOPs are a part of all
+    # Operations that have no formula; without them the FLOPs are a part of all.
+    uncounted: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:
-        """The operations of forward and backward."""
         return self.forward_flops + self.backward_flops
 
     @property
@@ -249,14 +236,6 @@ def _inserted(short: Sequence[T], long: Sequence[T], times: int) -> list[T] | No
     return None
 
 
-class TensorForm(NamedTuple):
-    """A tensor apart from its memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
 class CallForm:
     """The arguments of a call of a model, without the memory of their tensors."""
 
@@ -268,34 +247,27 @@ class CallForm:
     @property
     def num_tokens(self) -> int:
         """The number of elements of the first tensor of integers, token ids mostly; 0 without one."""
-        forms = (leaf for leaf in self._leaves if isinstance(leaf, TensorForm))
-        return next((math.prod(form.shape) for form in forms if form.dtype in (torch.int64, torch.int32)), 0)
+        tensors = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        return next((one.numel() for one in tensors if one.dtype in (torch.int64, torch.int32)), 0)
 
     def call(self, model: nn.Module) -> Any:
         """Call a model so, with tensors of the running mode. Raises TraceError."""
         leaves = []
         for leaf in self._leaves:
-            if isinstance(leaf, _Unknown):
-                raise TraceError(f"{type(model).__name__} is called with an object: {leaf.kind}")
-            if isinstance(leaf, TensorForm):
-                made = torch.zeros(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-                leaves.append(made)
-            else:
-                leaves.append(leaf)
+            if isinstance(leaf, type):
+                raise TraceError(f"{type(model).__name__} is called with an object: {leaf.__name__}")
+            if isinstance(leaf, Tensor):
+                leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+            leaves.append(leaf)
         args, kwargs = _pytree.tree_unflatten(leaves, self._structure)
         return model(*args, **kwargs)
 
 
-class _Unknown(NamedTuple):
-    """An argument that a call may change."""
-
-    kind: str
-
-
 def _form_of(leaf: Any) -> Any:
+    """Return a tensor without memory, a plain value itself, and of an argument that a call may change its type."""
     if isinstance(leaf, Tensor) and not leaf.is_nested:  # a nested one may have no shape
-        return TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    return leaf if isinstance(leaf, _PLAIN) else _Unknown(type(leaf).__name__)
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 
 def trace_call(
@@ -365,7 +337,6 @@ class _DropoutInKernel(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation."""
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args

@@ -1,8 +1,9 @@
-"""What is said of a forecast: changes that would make the step faster, and settings that it leaves out."""
+"""What is said of a forecast: changes that would make the step faster, settings that it leaves out, a run's days."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import AioConfig
@@ -19,8 +20,9 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.step.forecast import Step
-from offloadzero.planning.step.rates import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
+from offloadzero.planning.homes import efficiency_unoverlapped
+from offloadzero.planning.step.forecast import COMPACT, Forecast, Rates, Step, compute_seconds
+from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
 
 _COMPACT = "the compact layout"
 _RECOMPUTE_LESS = "fewer recomputations"
@@ -139,3 +141,64 @@ def other_settings(config: OffloadConfig, lanes: Collection[str], *, device_is_c
         yield f"{', '.join(changed)}: the drive's rates are those of the default settings"
     if config.aio.checksums:
         yield "offloadzero.aio.checksums, for which the cores pass once more over what the drive moves"
+
+
+def faster_in_fp32(step: Step, rates: Rates) -> Iterator[str]:
+    """Yield a sentence where the CPU, as the device, computes much faster in fp32 than in the step's dtype."""
+    seconds, in_fp32 = (compute_seconds(one, rates) for one in (step, replace(step, dtype="fp32")))
+    if seconds is None or in_fp32 is None or seconds < 2 * in_fp32:
+        return
+    compact = ' with "state_layout": "fp32"' if step.layout == COMPACT else ""
+    yield (
+        f'This CPU computes {seconds / in_fp32:.3g} times as fast in fp32 as in {step.dtype}: "{step.dtype}": '
+        f'{{"enabled": false}}{compact} trains in it, with parameters and gradients of twice the bytes.'
+    )
+
+
+def intensities(step: Step, found: Forecast) -> dict[str, dict[str, float]]:
+    """Return the operations of a step for each byte of a lane, and the share of computing if it did not overlap.
+
+    By lane, where bytes, operations and both rates are known: [Note: efficiency by bandwidth].
+    """
+    seconds = {**found.lanes_s, **found.parts_s}
+    compute_s = seconds.get(COMPUTE)
+    if step.trace is None or step.trace.uncounted or not compute_s:
+        return {}
+    flops = step.num_micro * step.trace.flops
+    known = {}
+    for name, num_bytes in step.traffic.lanes.items():
+        if num_bytes and seconds.get(name):
+            per_byte = flops / num_bytes
+            share = efficiency_unoverlapped(
+                per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s
+            )
+            known[name] = {"flops_per_byte": per_byte, "efficiency": share}
+    return known
+
+
+@dataclass(frozen=True)
+class Run:
+    """The time and writes of a run over so many tokens."""
+
+    num_steps: int
+    days: float | None
+    written_bytes: int  # to the drives
+    drive_years: float | None  # until the drives reach their endurance, in uninterrupted training
+
+
+def forecast_run(
+    found: Forecast, step: Step, *, num_tokens: int, endurance_bytes: int | None = None
+) -> Run | None:
+    """Return days and writes for `num_tokens`; None where the tokens of a step are not known.
+
+    `endurance_bytes`: the bytes for whose writing the drives together are made (TBW).
+    """
+    if not found.tokens:
+        return None
+    num_steps = -(-num_tokens // found.tokens)
+    per_step = step.num_ranks * step.traffic.lane(NVME_WRITE)
+    years = None
+    if endurance_bytes is not None and per_step and found.seconds is not None:
+        years = endurance_bytes / per_step * found.seconds / (365.25 * 86_400)
+    days = None if found.seconds is None else num_steps * found.seconds / 86_400
+    return Run(num_steps, days, num_steps * per_step, years)

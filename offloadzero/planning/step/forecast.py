@@ -38,8 +38,9 @@ drive's three rates: a schedule might keep the directions apart where that is fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -59,24 +60,17 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.model.trace import MicroBatchTrace
-from offloadzero.planning.step.rates import (
-    COMPACT,
-    COPY,
-    DRIVE,
-    DTYPE_NAMES,
-    HOST_MEMORY,
-    LINKS,
-    NETWORK,
-    NVME_MIXED,
-    THROUGH_HOST_MEMORY,
-    Rates,
-)
 from offloadzero.planning.step.simulation import MAX_MICRO, LaneRates, SimulatedStep, simulate_step
 from offloadzero.planning.step.work import (
     AFTER,
     BACKWARD,
     FORWARD,
+    HOST_MEMORY,
+    LINKS,
+    NETWORK,
+    NVME_MIXED,
     PHASES,
+    THROUGH_HOST_MEMORY,
     Lanes,
     StepTraffic,
     StepWork,
@@ -86,10 +80,56 @@ from offloadzero.planning.step.work import (
 )
 from offloadzero.update.records import Record
 
+FP32, COMPACT = "fp32", "compact"
+COPY, DRIVE = "copy", "drive"
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 OVERLAP = 0.95  # overlap efficiency of a phase: the design's goal, which steady steps reach
 LEAST_OF_CHAIN = 0.1  # of the simulated step's: what it would be worth to shorten
 _OF_ONE_ADVICE = ((CORES, COMPUTE), (NVME_MIXED, NVME_READ, NVME_WRITE))
 _BESIDE_THE_CORES = (NVME_READ, NVME_WRITE, NVME_MIXED, COLLECTIVES, LINKS, NETWORK)
+
+
+Table = Mapping[str, float]
+
+
+class Computation(NamedTuple):
+    """The rates of a model's computation, in operations per second; on the CPU of its cores' time."""
+
+    forward: float
+    backward: float
+    core_share: float = 1.0  # of the cores' time in both, that in which they compute
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of one machine, in bytes and operations per second. A rate that is None is not known."""
+
+    flops: Table = field(default_factory=dict)  # in a transformer block, by dtype of the parameters
+    # In its backward, without what is computed again; where it is not known it is taken for that of `flops`.
+    gradient_flops: Table = field(default_factory=dict)
+    # Of the cores' time in a block's forward and backward, the part in which they compute; not known: all of it.
+    core_shares: Table = field(default_factory=dict)
+    update: Table = field(default_factory=dict)  # bytes moved by updates on the host, by state layout
+    device_update: Table = field(default_factory=dict)  # the same on the device
+    copy: float | None = None  # host memory to host memory, one thread
+    landing: float | None = None  # gradients that are measured, all threads
+    h2d: float | None = None
+    d2h: float | None = None
+    nvme_read: float | None = None
+    nvme_write: float | None = None
+    nvme_mixed: float | None = None
+    nvme_cpu_s_per_byte: float | None = None
+    # Where the CPU is the device, seconds that computation loses for each byte of a "copy", of the "drive" or of
+    # updates, by state layout: [Note: work beside the computation] in cli/plan/computation.py.
+    holds: Table = field(default_factory=dict)
+    nvme_beside: float | None = None  # part of its rate that the drive has beside it; not known: all
+    unit_s: float | None = None  # seconds of Python for each use of a unit
+    # Of several ranks, each one's: [Note: lanes between ranks].
+    collectives: float | None = None
+    links: float | None = None  # each way
+    network: float | None = None  # each way
+    host_memory: float | None = None
+    collective_s: float | None = None  # seconds of a collective beside its bytes; None: they are left out
 
 
 @dataclass(frozen=True)
@@ -177,13 +217,11 @@ class Forecast:
     alone_s: float | None = None
     tokens: int | None = None  # of all ranks
     phases: tuple[Phase, ...] = ()  # in their order; together they take `seconds`
-    simulated: SimulatedStep | None = (
-        None  # None: not simulated, as with several ranks, or a rate is not known
-    )
+    # None: not simulated, as with several ranks, or a rate is not known.
+    simulated: SimulatedStep | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The tokens per second of the forecast step."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @property
@@ -260,18 +298,6 @@ def compute_seconds(step: Step, rates: Rates) -> float | None:
     return None if forward_s is None or backward_s is None else forward_s + backward_s
 
 
-def faster_in_fp32(step: Step, rates: Rates) -> Iterator[str]:
-    """Yield a sentence where the CPU, as the device, computes much faster in fp32 than in the step's dtype."""
-    seconds, in_fp32 = (compute_seconds(one, rates) for one in (step, replace(step, dtype="fp32")))
-    if seconds is None or in_fp32 is None or seconds < 2 * in_fp32:
-        return
-    compact = ' with "state_layout": "fp32"' if step.layout == COMPACT else ""
-    yield (
-        f'This CPU computes {seconds / in_fp32:.3g} times as fast in fp32 as in {step.dtype}: "{step.dtype}": '
-        f'{{"enabled": false}}{compact} trains in it, with parameters and gradients of twice the bytes.'
-    )
-
-
 class _StepOnMachine:
     """The seconds of a step's lanes at the rates of a machine. What is not known is None."""
 
@@ -279,7 +305,6 @@ class _StepOnMachine:
         self.step, self.rates, self.num_cores, self.device_is_cpu = step, rates, num_cores, device_is_cpu
 
     def rate(self, lane: str) -> float | None:
-        """Return the bytes per second of a lane."""
         rates, layout = self.rates, self.step.layout
         if self.device_is_cpu and lane in (H2D, D2H):
             return rates.copy
@@ -291,7 +316,6 @@ class _StepOnMachine:
         return found
 
     def compute_s(self, phase: str) -> float | None:
-        """Return the seconds of computation in a phase."""
         trace, rate = self.step.trace, self.rates.flops.get(self.step.dtype)
         if trace is None or trace.uncounted or rate is None:
             return None
@@ -307,9 +331,8 @@ class _StepOnMachine:
         traffic, rates = self.step.traffic, self.rates
         moved = dict(traffic.by_phase[phase])
         if not self.device_is_cpu and phase == BACKWARD and moved.get(LANDING):
-            moved[LANDING] -= (
-                traffic.measured_on_device
-            )  # at the speed of its memory, which an update also has
+            # At the speed of its memory, which an update also has.
+            moved[LANDING] -= traffic.measured_on_device
         lanes = {lane: _over(size, self.rate(lane)) for lane, size in moved.items() if size}
         for lane, num_starts in traffic.starts.get(phase, {}).items():
             seconds = lanes.get(lane)
@@ -466,31 +489,3 @@ def _together(phases: Iterable[Lanes]) -> dict[str, float]:
 
 def _over(num_bytes: float, rate: float | None) -> float | None:
     return None if rate is None else num_bytes / rate
-
-
-@dataclass(frozen=True)
-class Run:
-    """The time and writes of a run over so many tokens."""
-
-    num_steps: int
-    days: float | None
-    written_bytes: int  # to the drives
-    drive_years: float | None  # until the drives reach their endurance, in uninterrupted training
-
-
-def forecast_run(
-    found: Forecast, step: Step, *, num_tokens: int, endurance_bytes: int | None = None
-) -> Run | None:
-    """Return days and writes for `num_tokens`; None where the tokens of a step are not known.
-
-    `endurance_bytes`: the bytes for whose writing the drives together are made (TBW).
-    """
-    if not found.tokens:
-        return None
-    num_steps = -(-num_tokens // found.tokens)
-    per_step = step.num_ranks * step.traffic.lane(NVME_WRITE)
-    years = None
-    if endurance_bytes is not None and per_step and found.seconds is not None:
-        years = endurance_bytes / per_step * found.seconds / (365.25 * 86_400)
-    days = None if found.seconds is None else num_steps * found.seconds / 86_400
-    return Run(num_steps, days, num_steps * per_step, years)

@@ -74,7 +74,6 @@ class Tasks:
         return number
 
     def join(self, after: Iterable[int | None]) -> int:
-        """Add a task without a queue."""
         return self.add(None, 0.0, after)
 
 
@@ -118,8 +117,6 @@ class _Lane:
 
 
 class _Run:
-    """One run of a simulation."""
-
     def __init__(self, tasks: Tasks, speeds: Speeds | None) -> None:
         count = len(tasks)
         self._tasks = tasks
@@ -142,7 +139,6 @@ class _Run:
         self._lanes, self._lane_of = _lanes(tasks)
 
     def outcome(self) -> Outcome:
-        """Run to the end."""
         gates = [number for number, queue in enumerate(self._tasks.queues) if queue is None]
         self._end([number for number in gates if not self._waiting[number]])
         running = self._start(self._lanes)

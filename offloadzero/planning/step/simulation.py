@@ -36,9 +36,9 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
+from offloadzero.planning.memory_plan import NUM_STAGING_LEASES
 from offloadzero.planning.step.lanes import Choice, Outcome, Queue, Speeds, Tasks, simulate
-from offloadzero.planning.step.rates import THROUGH_HOST_MEMORY
-from offloadzero.planning.step.work import Lanes, StepWork, UnitUse
+from offloadzero.planning.step.work import THROUGH_HOST_MEMORY, Lanes, StepWork, UnitUse
 
 NUM_STEPS, MAX_STEPS = 3, 24  # that are simulated at first, and at most
 ALIKE = 0.002  # the share by which two steps in turn may differ
@@ -67,9 +67,8 @@ class LaneRates:
     backward_s: float = 0.0
     launch_s: float = 0.0  # Python for each use of a unit
     drive_bytes_per_s: float | None = None  # both directions at once; None: they do not share
-    host_bytes_per_s: float | None = (
-        None  # of all that passes through the host's memory; None: no limit is known
-    )
+    # Of all that passes through the host's memory; None: no limit is known.
+    host_bytes_per_s: float | None = None
     num_cores: int | None = None  # shared by all lanes; None: the device computes beside the host
     core_share: float = 1.0  # of the cores, which computation keeps busy
     # Where cores are shared:
@@ -216,14 +215,13 @@ def _through_memory(lanes: Sequence[str], found: Lanes, bytes_per_s: Lanes, most
 # --- the tasks of a step ---
 
 
-class _Updated:
-    """The tasks of one update: its first one, the one with which its values are known, and the one that brings them
+class _Updated(NamedTuple):
+    """The tasks of one update: its first one, the one with which its values are known, and the one after which they are
     home."""
 
-    def __init__(self, begun: int, values: int, home: int) -> None:
-        self.begun = begun
-        self.values = values
-        self.home = home
+    begun: int
+    values: int
+    home: int
 
 
 class _Buffers:
@@ -246,7 +244,6 @@ class StepTasks:
     """Adds one step after the other to `tasks`."""
 
     def __init__(self, work: StepWork, rates: LaneRates, num_micro: int) -> None:
-        """Prepare steps of so many micro batches."""
         self.tasks = Tasks()
         self._work, self._rates, self._num_micro = work, rates, num_micro
         self._last_use = {use.unit: place for place, use in enumerate(work.backward)}
@@ -270,7 +267,7 @@ class StepTasks:
         self._grad_leases = _Buffers(work.num_grad_leases)
         self._passing = _Buffers(work.num_passing)
         self._grad_staging = _Buffers(work.num_grad_staging)
-        self._param_staging = _Buffers(work.num_param_staging)
+        self._param_staging = _Buffers(NUM_STAGING_LEASES)
         self._slots = _Buffers(work.num_slots)
         self._window = _Buffers(max(1, work.num_slots - 1))  # pieces that are read before they are updated
 
@@ -293,7 +290,6 @@ class StepTasks:
     # --- a step ---
 
     def add(self) -> int:
-        """Add the tasks of a step, and return the one that ends its backward."""
         work = self._work
         of_micro = len(work.uses)
         for micro in range(self._num_micro):

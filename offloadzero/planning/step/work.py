@@ -50,8 +50,8 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.inputs import INPUTS_AHEAD
-from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
+from offloadzero.planning.homes import INPUTS_AHEAD
+from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, MemoryPlan
 from offloadzero.planning.model.trace import CallInputs
 from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch
 from offloadzero.update.records import Record
@@ -65,6 +65,10 @@ WEIGHTS, NEAR_WEIGHTS, UPDATES, ORDERS = "weights", "near_weights", "updates", "
 GRADIENTS, NEAR_GRADIENTS, FAR_GRADIENTS = "gradients", "near_gradients", "far_gradients"
 # Their bytes are those of parameters and gradients; others are some bytes in host memory.
 OF_TENSORS = (WEIGHTS, NEAR_WEIGHTS, UPDATES, GRADIENTS, NEAR_GRADIENTS, FAR_GRADIENTS)
+
+NVME_MIXED = "nvme"  # [Note: one drive for both directions]
+LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes between ranks]
+THROUGH_HOST_MEMORY = (H2D, D2H, UPDATE, LANDING, NVME_READ, NVME_WRITE)
 
 Lanes = Mapping[str, float]  # bytes, bytes per second or seconds, by lane
 Collective = tuple[str, str, int]  # purpose, kind, bytes
@@ -96,8 +100,6 @@ class UnitWork:
 
 
 class UnitUse(NamedTuple):
-    """One use of a unit in a micro batch."""
-
     unit: int
     share: float = 0.0  # of the operations of forward or backward
     inputs: float = 0.0  # bytes of a checkpointed unit's inputs, which leave after it or come back before it
@@ -117,13 +119,11 @@ class StepWork:
     num_grad_leases: int = 2
     num_passing: int = 2
     num_grad_staging: int = 1
-    num_param_staging: int = 2
     num_slots: int = 3
     inputs_ahead: int = 1
 
     @property
     def uses(self) -> Sequence[UnitUse]:
-        """All uses of a micro batch."""
         return (*self.forward, *self.backward)
 
     def fetches(self, num_micro: int) -> list[StartedFetch]:
@@ -172,7 +172,6 @@ def work_of_step(
         num_grad_leases=NUM_GRAD_LEASES,
         num_passing=plan.num_host_grads,
         num_grad_staging=plan.num_grad_staging,
-        num_param_staging=NUM_STAGING_LEASES,
         num_slots=plan.num_slots,
         inputs_ahead=INPUTS_AHEAD.get(checkpointing.tier, 1) if checkpointing is not None else 1,
     )
@@ -338,19 +337,15 @@ class StepTraffic:
     starts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def lane(self, name: str) -> int:
-        """The bytes on one lane in the whole step."""
         return sum(lanes.get(name, 0) for lanes in self.by_phase.values())
 
     @property
     def lanes(self) -> dict[str, int]:
-        """The bytes by lane in the whole step."""
         names = dict.fromkeys(name for lanes in self.by_phase.values() for name in lanes)
         return {name: self.lane(name) for name in names}
 
 
 class _Sheet:
-    """Adds up bytes and collectives by phase."""
-
     def __init__(self) -> None:
         self.by_phase: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}
         self.collectives: dict[str, dict[str, CollectiveCount]] = {phase: {} for phase in PHASES}
@@ -373,25 +368,6 @@ class _Sheet:
             counts[key] = CollectiveCount(before.num_calls + times, before.num_bytes + times * num_bytes)
 
 
-def step_traffic(
-    records: Sequence[Record],
-    plan: MemoryPlan,
-    config: OffloadConfig,
-    *,
-    uses: Uses,
-    inputs: Sequence[CallInputs] = (),
-    num_local_ranks: int | None = None,
-) -> StepTraffic:
-    """Return the bytes of one step after the first.
-
-    Args:
-        inputs: those of the calls of checkpointed units in a micro batch.
-        num_local_ranks: the ranks of a machine; None: all are on one.
-    """
-    work = work_of_step(records, plan, config, uses=uses)
-    return traffic_of(work, records, plan, config, inputs=inputs, num_local_ranks=num_local_ranks)
-
-
 def traffic_of(
     work: StepWork,
     records: Sequence[Record],
@@ -401,7 +377,12 @@ def traffic_of(
     inputs: Sequence[CallInputs],
     num_local_ranks: int | None,
 ) -> StepTraffic:
-    """Return the bytes of one step of this work, as `step_traffic` does."""
+    """Return the bytes of one step of this work.
+
+    Args:
+        inputs: those of the calls of checkpointed units in a micro batch.
+        num_local_ranks: the ranks of a machine; None: all are on one.
+    """
     sheet, num_micro = _Sheet(), work.num_micro
     delivered = _add_fetches(sheet, work, records, plan, config)
     machine_ranks = config.zero_plus_plus.node_ranks

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.streaming.access.collective_acts import BlockAct, Place
 from offloadzero.streaming.access.gathered_values import ScriptBlocks
@@ -52,7 +52,7 @@ class GatheredBlock:
         self._own: list[Place] = []  # the others are gathered by a block around this one
 
     def enter(self) -> None:
-        """Make the parameters ordinary ones. An error leaves none of them gathered by this block.
+        """Make the parameters ordinary ones. After an error some may be: the caller has them given up.
 
         Raises:
             ConfigError: there is no rank `modifier_rank`.
@@ -71,17 +71,15 @@ class GatheredBlock:
         if without:
             names = ", ".join(place.slot.name for place in fresh)
             raise StateError(f"GatheredParameters of {names}: ranks {without} have no memory for them")
-        try:
-            for place, values in zip(fresh, memory, strict=True):
-                with UninterruptedThroughout():
-                    blocks.gather(*place, values)
-                    blocks.note_shown(*place)
-                    self._own.append(place)
-            blocks.open.append(self)
-        except BaseException:  # none may stay behind
-            with UninterruptedThroughout():
-                self.give_up()
-            raise
+        for place, values in zip(fresh, memory, strict=True):
+            self._gather(place, values)
+        blocks.open.append(self)
+
+    @uninterrupted_throughout
+    def _gather(self, place: Place, values: torch.Tensor) -> None:
+        self._blocks.gather(*place, values)
+        self._blocks.note_shown(*place)
+        self._own.append(place)
 
     def _take_memory(self, places: Sequence[Place]) -> tuple[list[torch.Tensor], RuntimeError | None]:
         """Take the memory of all parameters, while nothing is lost where there is too little; or return the error."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
@@ -75,7 +76,7 @@ class ScriptBlocks:
         return self._shown[record.index, slot.index] != self._history(record, slot)
 
     def _history(self, record: Record, slot: ParamSlot) -> tuple[int, int]:
-        return self.weights.num_updates(record) if slot.trainable else 0, slot.num_writes
+        return self.weights.num_updates(record) if slot.trainable else 0, slot.num_writes[SegmentKind.PARAM]
 
     def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
         """Whether the parameter's bits, dtype or shape differ from those of `value`."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
@@ -61,16 +61,27 @@ class HomeAccess:
             self._read_home(record, slot, segment, target)
         return target
 
-    def write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
+    @uninterrupted_throughout
+    def write(
+        self,
+        record: Record,
+        slot: ParamSlot,
+        parts: Mapping[SegmentKind, torch.Tensor],
+        *,
+        has_changes: bool = True,
+    ) -> None:
         """Write all of `parts`, flat host tensors of their segments' dtypes: [Note: a write is whole].
 
-        Of several ranks each writes its part; one that writes other values is found at the next fetch or step. Raises
+        It is counted in `slot.num_writes`, unless `has_changes` is False: these bits are there already. Of several
+        ranks each writes its part; one that writes other values is found at the next fetch or step. Raises
         what `read` raises.
         """
         for kind, values in parts.items():
             self._group.note_write(record.index, slot.index, kind.value, values=values)
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
-        with UninterruptedThroughout(), self._clock.waiting("state access"):
+        if has_changes:
+            slot.num_writes.update(parts.keys())
+        with self._clock.waiting("state access"):
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
                 self._changes.launched_reads().wait()

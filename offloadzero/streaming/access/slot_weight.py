@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import increment_version
 
+from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import ConfigError
 from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, offload_parameter
@@ -47,7 +48,7 @@ class SlotWeight:
     @property
     def history(self) -> tuple[int, int]:
         """The numbers of the unit's updates begun so far, and of writes to this parameter."""
-        return self._access.num_updates(self._record), self._slot.num_writes
+        return self._access.num_updates(self._record), self._slot.num_writes[SegmentKind.PARAM]
 
     def read(self) -> torch.Tensor:
         """Return the value on the device; not to be written."""

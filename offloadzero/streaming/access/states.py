@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from offloadzero.core.interrupts import UninterruptedThroughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.streaming.access.homes import HomeAccess
@@ -41,9 +40,7 @@ class StateAccess:
         if record.codes is not None:
             scales = self._homes.read(record, slot, SegmentKind.SCALES)
             parts = {kind: record.codes.encode(kind, flat, scales), SegmentKind.SCALES: scales}
-        with UninterruptedThroughout():
-            _count_writes(slot, [kind])
-            self._homes.write(record, slot, parts)
+        self._homes.write(record, slot, parts)
 
     def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
         """Set the number of updates that the parameter's states have seen."""
@@ -60,9 +57,7 @@ class StateAccess:
                 dtype=record.segments[kind].dtype,
                 device="cpu",
             )
-        with UninterruptedThroughout():
-            _count_writes(slot, parts)
-            self._homes.write(record, slot, parts)
+        self._homes.write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
         """Read the states of the compact layout as stored, by name (`StateCodes.specs`); empty in the fp32 layout."""
@@ -85,9 +80,7 @@ class StateAccess:
         if record.codes is None:
             scales = flat.pop(SegmentKind.SCALES)
             flat = {kind: codes.decode(kind, coded, scales) for kind, coded in flat.items()}
-        with UninterruptedThroughout():
-            _count_writes(slot, flat)
-            self._homes.write(record, slot, flat)
+        self._homes.write(record, slot, flat)
 
 
 def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
@@ -106,8 +99,3 @@ def are_codes_of(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.
         torch.equal(codes.decode(kind, values[name].reshape(-1), scales), values[kind].reshape(-1).float())
         for kind, name in codes.names.items()
     )
-
-
-def _count_writes(slot: ParamSlot, kinds: Iterable[SegmentKind]) -> None:
-    for kind in kinds:
-        slot.num_state_writes[kind.value] = slot.num_state_writes.get(kind.value, 0) + 1

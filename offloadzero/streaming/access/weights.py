@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.core.interrupts import UninterruptedThroughout
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
@@ -66,7 +66,7 @@ class WeightAccess:
 
         Raises ConfigError for another number of elements.
         """
-        self._write_parts(record, slot, self._parts(record, slot, value))
+        self.homes.write(record, slot, self._parts(record, slot, value))
 
     def _parts(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> dict[SegmentKind, torch.Tensor]:
         """Return what the parameter's homes hold where it has this value."""
@@ -80,17 +80,10 @@ class WeightAccess:
         encode(slot, flat, param, master, base=slot.offset)
         return {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
 
-    def _write_parts(
-        self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]
-    ) -> None:
-        with UninterruptedThroughout():
-            slot.num_writes += 1
-            self.homes.write(record, slot, parts)
-
     def load_master(self, record: Record, slot: ParamSlot, master: torch.Tensor) -> None:
         """Set the parameter to the fp32 master that an optimizer's state dict has of it."""
         parts = self._parts(record, slot, master)
-        self._write_parts(record, slot, parts)
+        self.homes.write(record, slot, parts)
         self._masters_loaded[id(slot)] = self._version(record, slot, parts[SegmentKind.PARAM])
 
     def load(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
@@ -104,14 +97,14 @@ class WeightAccess:
             flat = _on_host(value)
             if loaded == self._version(record, slot, flat):
                 # The same bits, once more: several ranks note their writes, and one that loads other values is found.
-                self.homes.write(record, slot, {SegmentKind.PARAM: flat})
+                self.homes.write(record, slot, {SegmentKind.PARAM: flat}, has_changes=False)
                 return
         self.write(record, slot, value)
 
     def _version(self, record: Record, slot: ParamSlot, flat: torch.Tensor) -> tuple[int, int, bytes]:
         """What tells whether a parameter is still, with its master, what it was when it had the values `flat`."""
         digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).digest()  # type: ignore[arg-type]
-        return self.num_updates(record), slot.num_writes, digest
+        return self.num_updates(record), slot.num_writes[SegmentKind.PARAM], digest
 
     # --- operations of scripts on parameters ---
 
@@ -143,6 +136,7 @@ class WeightAccess:
         value = slot.view_in(flat)
         return value.clone() if to_write else value
 
+    @uninterrupted_throughout
     def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Write a script's changes to a parameter. Elements whose bits are unchanged keep their fp32 master."""
         new = value.detach().to("cpu").reshape(-1)
@@ -152,12 +146,12 @@ class WeightAccess:
             if not bool(changed.any()):
                 return
             new = torch.where(changed, new.float(), self._master_of(record, slot, home))
-        with UninterruptedThroughout():
-            self.write(record, slot, new)
-            flat = self._reads.pinned_parameters(record.index)
-            if flat is not None:
-                slot.view_in(flat).copy_(value)
+        self.write(record, slot, new)
+        flat = self._reads.pinned_parameters(record.index)
+        if flat is not None:
+            slot.view_in(flat).copy_(value)
 
+    @uninterrupted_throughout  # its reads, too: after an interrupt the missing commits would be unknown
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write the changes made in place to these slots' parameters in the forward that now ends.
 
@@ -174,11 +168,9 @@ class WeightAccess:
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
                 "parameter would lose its exact values. Write it outside of the forward"
             )
-        # One section, with its reads, which may block: after an interrupt the missing commits would be unknown.
-        with UninterruptedThroughout():
-            for slot in slots:
-                new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
-                self._commit_in_place(record, slot, new)
+        for slot in slots:
+            new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
+            self._commit_in_place(record, slot, new)
 
     def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
         """Write the changes made in a forward to a parameter, also where the forward has written the home itself.
@@ -195,7 +187,6 @@ class WeightAccess:
                 master[changed] = new[changed].float()
             else:
                 master[(new == 0) | ~new.isfinite()] = 0
-        slot.num_writes += 1
         self.homes.write(record, slot, parts)
 
 

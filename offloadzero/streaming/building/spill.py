@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from offloadzero.core import interrupts
 from offloadzero.core.fail_points import through
-from offloadzero.core.interrupts import UninterruptedThroughout, is_interrupt
+from offloadzero.core.interrupts import is_interrupt, uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, set_data
 from offloadzero.errors import AioError, StateError
 from offloadzero.memory.arena import align_up
@@ -118,18 +118,18 @@ class SpilledWeight:
         value = self.read()
         return value.clone() if self._file is None and self.parts is None else value
 
+    @uninterrupted_throughout
     def write(self, value: torch.Tensor, *, source: int = 0) -> None:
         """Replace the value; one in parts by that of the rank at place `source`, and all ranks call this."""
         kept = value.detach()
-        with UninterruptedThroughout():
-            if self.parts is not None:
-                self.parts.announce_write(source=source)
-                kept = self.parts.divide(kept.to("cpu"), source=source)
-            self._num_writes += 1
-            if self._file is not None:
-                self._file.write(kept.to("cpu").contiguous())
-            else:
-                self._kept().copy_(kept)
+        if self.parts is not None:
+            self.parts.announce_write(source=source)
+            kept = self.parts.divide(kept.to("cpu"), source=source)
+        self._num_writes += 1
+        if self._file is not None:
+            self._file.write(kept.to("cpu").contiguous())
+        else:
+            self._kept().copy_(kept)
 
     def count_write(self) -> None:
         """Do nothing: a graph over a parameter that is away asks for its `history`."""
@@ -138,6 +138,7 @@ class SpilledWeight:
         """Return the tensor that stands for the value until `assign`."""
         return self._alias.of(self)
 
+    @uninterrupted_throughout
     def assign(self, value: torch.Tensor) -> None:
         """Do `param.data = value`, of any shape, dtype and device, as for an ordinary parameter."""
         param = self._param()
@@ -145,15 +146,14 @@ class SpilledWeight:
             return
         expect_own_value(self, value)
         new = self._like(param, value.detach().clone())
-        with UninterruptedThroughout():
-            try:
-                wear(param, new)
-            except BaseException:  # torch refuses a dtype, say
-                offload_parameter(param, self)
-                new.drop()
-                raise
-            self._alias.fix(self)
-            self.drop()
+        try:
+            wear(param, new)
+        except BaseException:  # torch refuses a dtype, say
+            offload_parameter(param, self)
+            new.drop()
+            raise
+        self._alias.fix(self)
+        self.drop()
 
     def _like(self, param: nn.Parameter, value: torch.Tensor) -> SpilledWeight:
         """Make the weight of another value, which waits where this one does."""
