@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from offloadzero.access.dtensors import LocalParameters
 from offloadzero.api.arguments import Collate, config_source, make_loader
 from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
 from offloadzero.api.engine import Engine
@@ -21,7 +22,6 @@ from offloadzero.core import launch
 from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
-from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.update.specs.adam import ADAM
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None

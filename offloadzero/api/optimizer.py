@@ -15,6 +15,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from offloadzero.access.dtensors import expect_no_dtensors
 from offloadzero.api.optimizer_loading import plan_optimizer_load
 from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
 from offloadzero.config import UNRESOLVED, OffloadConfig, load_config, settle_for_offload
@@ -27,9 +28,8 @@ from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.bound import StepReport
 from offloadzero.observe.texts import format_bytes
-from offloadzero.parameters.dtensors import expect_no_dtensors
 from offloadzero.planning.memory_plan import with_kept_gradients
-from offloadzero.step.script.scaled_losses import ScaledLosses
+from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
 from offloadzero.update.records import Record

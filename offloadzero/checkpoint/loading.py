@@ -57,7 +57,7 @@ class LoadPlan:
             through("checkpoint.load", self.states.weights.write, slot.name)(record, slot, value)
             if slot.name in self.with_states:
                 self._write_states(record, slot)
-                self.states.weights.states.write_step(record, slot, self.checkpoint.meta.steps[slot.name])
+                self.states.weights.homes.write_step(record, slot, self.checkpoint.meta.steps[slot.name])
         for name, buffer in self.buffers.items():
             write_buffer(buffer, _read(self.checkpoint, name, self.checkpoint.buffers[name]))
         for module, value in self.extra_states.values():

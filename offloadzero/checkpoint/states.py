@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from offloadzero.access.weights import WeightAccess
 from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, encode_manifest
 from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import (
@@ -59,7 +60,6 @@ from offloadzero.checkpoint.partial import (
 from offloadzero.checkpoint.stored_states import read_states, state_names, state_specs
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

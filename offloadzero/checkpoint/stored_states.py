@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
+from offloadzero.access.weights import WeightAccess
 from offloadzero.checkpoint.format.safetensors_file import TensorSpec
 from offloadzero.core.segments import SegmentKind
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, StateCodes

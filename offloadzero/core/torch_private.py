@@ -16,6 +16,7 @@ import inspect
 import logging
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -196,6 +197,20 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = _look_up("_C.TensorBase
 queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
     "autograd.Variable._execution_engine.queue_callback"
 )
+
+
+class _Running:
+    """Autograd holds it until the backward is over, or has failed."""
+
+    def __call__(self) -> None:
+        """Do nothing at the end."""
+
+
+def running_backward() -> weakref.ref[Any]:
+    """Return a reference that is dead when the backward that is on its way on this thread has ended."""
+    running = _Running()
+    queue_backward_callback(running)
+    return weakref.ref(running)
 
 
 # A subclass sees each operation below autograd while it is entered.

@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from offloadzero.access.agreement import Announcements
+from offloadzero.access.gathered import ScriptBlocks
+from offloadzero.access.homes import HomeAccess
+from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.input_parts import InputParts
 from offloadzero.activations.memory import PlannedMemory
 from offloadzero.activations.store import ActivationStore, make_activation_store
@@ -38,17 +42,12 @@ from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.landing import Landing
+from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction.coded import CodedReduce
 from offloadzero.step.reduction.piecewise import PiecewiseReduce
 from offloadzero.step.reduction.reduction import Reduction
-from offloadzero.step.script.param_grad import GradientAccess
-from offloadzero.step.script.window import GradientWindow
-from offloadzero.streaming.access.agreed_reads import Announcements
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
-from offloadzero.streaming.access.homes import HomeAccess
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.access.weights import WeightAccess
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.building.spill import file_bytes, host_bytes
 from offloadzero.streaming.building.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.coded_gather import CodedGather
@@ -129,7 +128,6 @@ class Parts:
 
     executor: Executor
     changes: UnitChanges
-    reads: UnitReads
     weights: WeightAccess
     blocks: ScriptBlocks
     announcements: Announcements  # of this rank to the others
@@ -305,16 +303,15 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
-    changes, reads = executor.changes, UnitReads(executor)
+    changes = executor.changes
     group, failures = ground.group, store.failures
-    announcements = Announcements(group, records, clock=clock, failures=failures)
+    announcements = Announcements(group, records)
     homes = HomeAccess(store, changes, clock=clock, group=group, announcements=announcements)
-    weights = WeightAccess(store, homes, changes, reads, coded=coded)
+    weights = WeightAccess(store, homes, changes, executor, is_coded=coded.is_coded)
     blocks = ScriptBlocks(
         weights,
-        reads,
+        executor,
         group=group,
-        coded=coded,
         records=records,
         announcements=announcements,
         clock=clock,
@@ -369,7 +366,6 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     return Parts(
         executor=executor,
         changes=changes,
-        reads=reads,
         weights=weights,
         blocks=blocks,
         announcements=announcements,

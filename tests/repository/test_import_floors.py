@@ -29,7 +29,7 @@ FLOORS: Mapping[str, int] = {
     "step": 5,
     "streaming": 5,
     "activations": 5,
-    "parameters": 4,
+    "access": 4,
     "optim": 4,
     "update": 4,
     "planning": 4,

@@ -16,7 +16,7 @@ ATTRIBUTES = {field.name for field in fields(RecordGradient)} | {"home", "device
 # By the file of their class: attributes that no other file of the package writes.
 OWN = {
     "step/record_gradient.py": ATTRIBUTES,
-    "step/script/param_grad.py": {"contribution", "is_dropped", "is_seen", "taken_in"},
+    "step/param_grad.py": {"contribution", "is_dropped", "is_seen", "taken_in"},
     "step/account.py": {"applied", "is_closed", "refused"},
     "step/job.py": {"decision", "decided", "grad_scale", "ranges"},
     "memory/tickets.py": {"first", "given_up", "stop", "stop_was_raised", "threads", "was_raised"},

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offloadzero.access.weights import encode
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.access.weights import encode
 from offloadzero.streaming.building.spill import take
 from offloadzero.update.local_elements import kept_params, kept_place
 from offloadzero.update.records import Record

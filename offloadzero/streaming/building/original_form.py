@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from offloadzero.access.parameter import restore_parameter
+from offloadzero.access.weights import WeightAccess
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
-from offloadzero.parameters.weight import restore_parameter
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.initial_values import write_weights
 from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.update.flat_layout import ParamSlot

@@ -15,6 +15,10 @@ accepts `other.data = tensor` where both are of one backend, and `other` would t
 to say so. So to C++ a remote tensor is one of the meta backend, and asks Python for its device. Read-only copies
 (`numpy()`, `tolist()`, pickling, `copy.deepcopy`) give the present value.
 
+What a remote tensor reads and writes is a `RemoteValue`, which has a version. There are three: a parameter's `Weight`
+(weight.py) and the looks at it, of `param.data`, a graph or a state dict; a parameter's gradient (gradient.py); and a
+state of the optimizer (api/optimizer_states.py). Below all of them homes.py reads and writes where the bytes live.
+
 One operation at a time holds the value: memory is bounded by the largest parameter, not by the model. Operations on
 lists (`torch._foreach_*`) are taken element by element for that reason.
 """
@@ -24,12 +28,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from offloadzero.access import collectives
+from offloadzero.access.by_value import ArrayByValue
+from offloadzero.access.trees import leaves_of, map_leaves
 from offloadzero.core.torch_private import (
     autocast_key,
     disabled_torch_function_impl,
@@ -38,141 +45,63 @@ from offloadzero.core.torch_private import (
     make_wrapper_subclass,
     new_zeros_with_same_feature_meta,
     prim_device,
-    skip_methods,
 )
-from offloadzero.errors import OffloadError, StateError
+from offloadzero.errors import StateError
 from offloadzero.memory.pages import FreedMemory
-from offloadzero.parameters import collectives
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.trees import leaves_of, map_leaves
 
 META = torch.device("meta")
 
 TorchOp = Any  # torch._ops.OpOverload: its class has no public name
 
 
-class Source(Protocol):
-    """The object that has the value of a remote tensor."""
+class RemoteValue:
+    """A value that lives elsewhere: what a remote tensor reads and writes.
 
-    @property
-    def name(self) -> str:
-        """The name in errors: `blocks.3.mlp.weight`, or its gradient."""
+    `name` is for errors: `blocks.3.mlp.weight`, or its gradient. `device` is where a read brings the value.
+    """
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the value."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device to which `read()` brings the value."""
-
-    def read(self) -> Tensor:
-        """Return the value: contiguous, on the device, read-only; there until two other values have been read."""
-
-    def read_to_write(self) -> Tensor:
-        """Return the value in memory that the caller may write and then give to `write`."""
-
-    def write(self, value: Tensor) -> None:
-        """Replace the value by one of its shape and dtype. The memory then belongs to the source."""
-
-
-class FixedSource:
-    """A tensor that a script has given to `tensor.data`: written in place, for its other holders to see."""
-
-    def __init__(self, name: str, value: Tensor, *, stride: tuple[int, ...]) -> None:
-        """Hold `value`. `stride` is that of the tensor that now looks at it, and keeps it."""
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.name = name
-        self.shape = value.shape
-        self.dtype = value.dtype
-        self.device = value.device
-        self._value = value
-        self._stride = stride
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
 
     @property
-    def history(self) -> tuple[int, int]:
-        """Numbers that differ after each change of the value."""
-        if isinstance(self._value, RemoteTensor):
-            return getattr(self._value.source, "history", (-1, 0))
-        return -1, 0 if self._value.is_inference() else self._value._version
+    def version(self) -> tuple[int, ...] | None:
+        """Numbers that differ after each change of the value, and only then; None where nobody counts."""
+        return None
 
-    def read(self) -> Tensor:
-        """Return the value in the layout that a reader expects."""
-        lies_so = self._value.stride() == self._stride and not isinstance(self._value, RemoteTensor)
-        return self._value if lies_so else self.read_to_write()
+    def read(self, *, to_write: bool = False) -> Tensor:
+        """Return the value, contiguous and on the device.
 
-    def read_to_write(self) -> Tensor:
-        """Return the value in memory of its own."""
-        like = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
-        return torch.empty_like(like, device=self.device).copy_(self._value)
+        It is read-only, and there until two other values have been read; with `to_write` it is the caller's, who may
+        give it to `write`.
+        """
+        raise NotImplementedError
 
     def write(self, value: Tensor) -> None:
-        """Replace the value."""
-        self._value.copy_(value)
+        """Replace the value by one of its shape and dtype. The memory then belongs to this object."""
+        raise NotImplementedError
+
+    def count_write(self) -> None:
+        """Tell autograd, where it looks, that the value has been written."""
 
 
-class _View:
-    """The way to make a view of its tensor."""
-
-    def __init__(self, function: TorchOp, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._function = function
-        self._arguments = arguments  # those after the tensor itself
-        self._keywords = keywords
-
-    def of(self, tensor: Tensor) -> Any:
-        """Return the view, or all views that the operation makes (`split`)."""
-        return self._function(tensor, *self._arguments, **self._keywords)
+View = Callable[[Tensor], Tensor]  # makes a view of its tensor
 
 
-class _OneOf:
-    """One of the views that an operation makes."""
-
-    def __init__(self, view: _View, index: int) -> None:
-        self._view = view
-        self._index = index
-
-    def of(self, tensor: Tensor) -> Tensor:
-        views: Sequence[Tensor] = self._view.of(tensor)
-        return views[self._index]
-
-
-class WholeView:
-    """A view of the whole value by its strides, as `as_strided` makes it."""
-
-    def __init__(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        """Remember the view. `offset`: elements of `dtype` from the start of the value."""
-        self._dtype = dtype
-        self._size = size
-        self._stride = stride
-        self._offset = offset
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of a value, which is contiguous."""
-        flat = tensor.view(-1).view(self._dtype)
-        return flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + self._offset)
-
-
-View = _View | _OneOf | WholeView
-
-
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
     """A tensor without storage: [Note: remote tensors]."""
 
-    _source: Source
+    _source: RemoteValue
     _views: tuple[View, ...]  # applied to the value in this order
 
     __torch_function__ = disabled_torch_function_impl
 
-    def __init_subclass__(cls) -> None:
-        send_by_value(cls, RemoteTensor.read)
-
     @staticmethod
     def __new__(
         cls,
-        source: Source,
+        source: RemoteValue,
         views: tuple[View, ...] = (),
         like: Tensor | None = None,
         *,
@@ -192,7 +121,7 @@ class RemoteTensor(torch.Tensor):
         return asking_for_device(cls, like, device, storage_offset)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> RemoteValue:
         """The object that has the value."""
         return self._source
 
@@ -217,28 +146,13 @@ class RemoteTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._look_at(value)
+        self._refuse_data(value)
 
-    def _look_at(self, value: Tensor) -> None:
-        """Look at other memory from now on, as in torch; the value that the tensor stood for is not changed."""
-        self._expect_alike(value)
-        self._source, self._views = self._over(value.detach()), ()
-
-    def _expect_alike(self, value: Tensor) -> None:
-        if (value.shape, value.dtype) != (self.shape, self.dtype):
-            given, own = f"{value.dtype} {tuple(value.shape)}", f"{self.dtype} {tuple(self.shape)}"
-        elif value.device.type != self.device.type:
-            given, own = str(value.device), str(self.device)
-        else:
-            return
+    def _refuse_data(self, value: Tensor) -> NoReturn:
         raise StateError(
-            f"{self._source.name}: data of {given} is assigned where {own} is: what stands for a value elsewhere keeps "
-            "its shape, dtype and device"
+            f"{self._source.name}: data of {tuple(value.shape)} is assigned to a tensor that stands for the value: "
+            "write it with copy_(), or assign to the parameter, param.data, or its gradient, param.grad"
         )
-
-    def _over(self, value: Tensor) -> Source:
-        """Make the source of a tensor that looks at `value`."""
-        return FixedSource(self._source.name, value, stride=self.stride())
 
     @property
     def is_whole(self) -> bool:
@@ -253,21 +167,23 @@ class RemoteTensor(torch.Tensor):
             and not self.is_neg()
         )
 
-    def with_source(self, source: Source, *, kind: type[RemoteTensor] | None = None) -> RemoteTensor:
+    def with_source(self, source: RemoteValue, *, kind: type[RemoteTensor] | None = None) -> RemoteTensor:
         """The same view of another value of the same shape and dtype, as a tensor of class `kind`."""
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         return (kind or type(self))(source, self._views, like, storage_offset=int(self.storage_offset()))
 
     def read(self) -> Tensor:
         """Return the present value as an ordinary tensor with no other holder."""
-        return self._view_in(self._source.read_to_write())
+        return self._view_in(self._source.read(to_write=True))
+
+    _value = read
 
     def _check_write(self) -> None:
         """Raise if the tensor must not be written now."""
 
     def _view_in(self, value: Tensor) -> Tensor:
         for view in self._views:
-            value = view.of(value)
+            value = view(value)
         return value
 
     @classmethod
@@ -290,65 +206,23 @@ class RemoteTensor(torch.Tensor):
 
     # --- methods that need the value in memory ---
 
-    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Return a read-only copy."""
-        value = self.read()
-        array: np.ndarray[Any, Any] = value.numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.numpy()
-        if dtype is None or array.dtype == dtype:
-            return array.copy() if copy else array
-        return array.astype(dtype)
-
     def tolist(self) -> Any:
         """Return the value as nested lists."""
         return self.read().tolist()
 
-    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
-        """Replace each element by the result of a Python function."""
-        return self.copy_(self.read().apply_(function))
-
-    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
-        """Replace each element by a Python function of it and of another tensor's element."""
-        return self.copy_(self.read().map_(other.detach().clone(), function))
-
-    def new_tensor(
-        self,
-        data: Any,
-        dtype: Any = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, dtype: Any = None, device: Any = None, **options: Any
     ) -> Tensor:
         """Return a tensor of `data` with this one's dtype, on the device to which `read()` brings the value."""
-        return torch.tensor(
-            data,
-            dtype=dtype or self.dtype,
-            device=device or self.device,
-            requires_grad=requires_grad,
-            pin_memory=pin_memory,
-        )
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **options)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.read(), spec)
+    def apply_(self, _: Any) -> NoReturn:
+        """Raise: C++ would take the memory."""
+        self._refuse("apply_()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        value = memo[id(self)] = self.read()
-        return value
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
-
-    def __repr__(  # type: ignore[override]
-        self, *, tensor_contents: Any = None
-    ) -> str:
-        try:
-            return repr(self.read())
-        except OffloadError as error:  # a debugger may show objects that an error has left behind
-            return f"<{error}>"
+    def map_(self, *_: Any) -> NoReturn:
+        """Raise: C++ would take the memory."""
+        self._refuse("map_()")
 
     def __dlpack__(self, **_: Any) -> NoReturn:
         self._refuse("__dlpack__()")
@@ -373,8 +247,16 @@ class RemoteTensor(torch.Tensor):
         )
 
 
-send_by_value(RemoteTensor, RemoteTensor.read)
-skip_methods(RemoteTensor)
+class StandIn(torch.autograd.Function):
+    """The autograd function of a tensor that a call makes to stand for another: its gradient is that one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG004 (torch's)
+        return make(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
 
 
 def asking_for_device(
@@ -411,8 +293,12 @@ def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
     base = args[0]
     if not isinstance(base, RemoteTensor):
         return _compute(func, args, keywords)
-    view = _View(func, args[1:], keywords)
-    made = view.of(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+
+    def view(tensor: Tensor, index: int | None = None) -> Any:
+        made = func(tensor, *args[1:], **keywords)
+        return made if index is None else made[index]  # `split` makes several
+
+    made = view(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
 
     def remote(last: View, like: Tensor) -> RemoteTensor:
         views = base._views if func in _SAME else (*base._views, last)
@@ -425,7 +311,7 @@ def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
     with torch.inference_mode(False) if is_other else contextlib.nullcontext():
         if isinstance(made, Tensor):
             return remote(view, made)
-        return [remote(_OneOf(view, index), one) for index, one in enumerate(made)]
+        return [remote(partial(view, index=index), one) for index, one in enumerate(made)]
 
 
 # What derivatives in forward mode ask of a tensor's storage. A value that is read may lie in a unit's memory, whose
@@ -500,7 +386,7 @@ class _Values:
     def __init__(self, *, copy: bool) -> None:
         self._copy = copy
         self._read: dict[int, Tensor] = {}  # by the id of the source
-        self._written: dict[int, tuple[Source, Tensor]] = {}
+        self._written: dict[int, tuple[RemoteValue, Tensor]] = {}
         self._given: list[tuple[Tensor, RemoteTensor]] = []  # the tensors that stand for written arguments
 
     def of(self, argument: Any, *, write: bool) -> Any:
@@ -517,7 +403,7 @@ class _Values:
         if write:
             remote._check_write()
         if key not in self._read or (write and key not in self._written):
-            self._read[key] = source.read_to_write() if write or self._copy else source.read()
+            self._read[key] = source.read(to_write=write or self._copy)
         if write:
             self._written[key] = (source, self._read[key])
         value = remote._view_in(self._read[key])

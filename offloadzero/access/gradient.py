@@ -23,12 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offloadzero.access.tensor import (
+    META,
+    RemoteTensor,
+    RemoteValue,
+    StandIn,
+    TorchOp,
+    asking_for_device,
+)
+from offloadzero.access.trees import map_leaves
 from offloadzero.core.torch_private import (
     DisableTorchDispatch,
     DisableTorchFunctionSubclass,
@@ -36,77 +45,45 @@ from offloadzero.core.torch_private import (
     is_any_autocast_enabled,
     make_subclass,
     make_wrapper_subclass,
-    skip_methods,
 )
 from offloadzero.errors import StateError
-from offloadzero.parameters.remote import (
-    META,
-    FixedSource,
-    RemoteTensor,
-    Source,
-    TorchOp,
-    asking_for_device,
-)
-from offloadzero.parameters.trees import map_leaves
 
 aten = torch.ops.aten
 
 
-class GradientSource(Source, Protocol):
+class GradientValue(RemoteValue):
     """One parameter's gradient, in a home, on its way there, or gone."""
 
-    num_tensors: int  # tensors that have been made of it
+    num_tensors = 0  # tensors that have been made of it
 
     def norm(self) -> float | None:
         """The 2-norm; None where only a read would tell it."""
+        raise NotImplementedError
 
     def scale(self, factor: float) -> bool:
         """Multiply by a number of fp32 without moving anything; return False where that would give other numbers."""
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Make the gradient zero."""
+        raise NotImplementedError
 
     def accept(self, contribution: Tensor) -> bool:
         """Take a gradient that autograd adds; return False where the addition is by other code."""
+        raise NotImplementedError
 
     def is_worn(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter's `grad`."""
-
-    def left_by(self, tensor: Tensor) -> None:
-        """Note that `tensor` no longer stands for this gradient."""
-
-
-class _OtherMemory(FixedSource):
-    """The value of a gradient tensor that was given other memory: it is no parameter's gradient any more."""
-
-    num_tensors = 0
-
-    def norm(self) -> None:
-        """None: only a read would tell it."""
-
-    def scale(self, factor: float) -> bool:  # noqa: ARG002 (GradientSource's signature)
-        return False
-
-    def clear(self) -> None:
-        self._value.zero_()
-
-    def accept(self, contribution: Tensor) -> bool:  # noqa: ARG002
-        return False
-
-    def is_worn(self, tensor: Tensor) -> bool:  # noqa: ARG002
-        return False
-
-    def left_by(self, tensor: Tensor) -> None:
-        """Do nothing: no tensor is kept for it."""
+        raise NotImplementedError
 
 
 class GradientTensor(RemoteTensor):
     """The tensor in `param.grad`: [Note: gradients as tensors]."""
 
-    _source: GradientSource
+    _source: GradientValue
 
     @staticmethod
-    def __new__(cls, source: GradientSource, *arguments: Any, **options: Any) -> GradientTensor:
+    def __new__(cls, source: GradientValue, *arguments: Any, **options: Any) -> GradientTensor:
         """Make the tensor of a view, as `RemoteTensor` does."""
         source.num_tensors += 1
         return cast(GradientTensor, RemoteTensor.__new__(cls, source, *arguments, **options))
@@ -129,7 +106,7 @@ class GradientTensor(RemoteTensor):
         return tensor
 
     @property
-    def source(self) -> GradientSource:
+    def source(self) -> GradientValue:
         """The object that has the value."""
         return self._source
 
@@ -140,18 +117,16 @@ class GradientTensor(RemoteTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Let the parameter's own gradient take the value over; any other tensor looks at other memory from now on."""
-        source = self._source
-        if not source.is_worn(self):
-            self._look_at(value)
-            source.left_by(self)
-            return
-        self._expect_alike(value)
+        """Let the parameter's gradient take the value over."""
+        if not self._source.is_worn(self):
+            self._refuse_data(value)
+        if (value.shape, value.dtype, value.device.type) != (self.shape, self.dtype, self.device.type):
+            given, own = (f"{one.dtype} {tuple(one.shape)}" for one in (value, self))
+            raise StateError(
+                f"{self._source.name}: data of {given} is assigned where {own} on {self.device} is"
+            )
         with torch.no_grad():
             self.detach().copy_(value)
-
-    def _over(self, value: Tensor) -> Source:
-        return _OtherMemory(self._source.name, value, stride=self.stride())
 
     @classmethod
     def __torch_function__(
@@ -171,7 +146,7 @@ class GradientTensor(RemoteTensor):
             if not isinstance(leaf, GradientTensor):
                 return leaf
             with DisableTorchFunctionSubclass():
-                twin = _See.apply(leaf) if leaf.requires_grad else _seen(leaf)  # type: ignore[no-untyped-call]
+                twin = StandIn.apply(leaf, _seen) if leaf.requires_grad else _seen(leaf)  # type: ignore[no-untyped-call]
             given.append((twin, leaf))
             return twin
 
@@ -201,9 +176,6 @@ class GradientTensor(RemoteTensor):
         )
 
 
-skip_methods(GradientTensor)
-
-
 class _Seen(GradientTensor):
     """The tensor that stands for a gradient in one operation: [Note: a gradient's device]."""
 
@@ -214,37 +186,13 @@ class _Seen(GradientTensor):
         return asking_for_device(cls, like, device, storage_offset)
 
 
-class _See(torch.autograd.Function):
-    """The autograd function of a `_Seen` whose gradient is in a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: GradientTensor) -> RemoteTensor:  # noqa: ARG004 (torch's signature)
-        return _seen(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-        return grad
-
-
 def _seen(gradient: GradientTensor) -> RemoteTensor:
     return gradient.with_source(gradient.source, kind=_Seen)
 
 
-class _Stand(torch.autograd.Function):
-    """The autograd function that makes a gradient's tensor in the graph that the gradient is in."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, source: GradientSource) -> GradientTensor:  # noqa: ARG004
-        return GradientTensor(source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return grad, None
-
-
-def in_graph_of(grad: Tensor, source: GradientSource) -> GradientTensor:
+def in_graph_of(grad: Tensor, source: GradientValue) -> GradientTensor:
     """Make a gradient tensor that is differentiated as `grad`, the result of a backward with create_graph=True."""
-    tensor: GradientTensor = _Stand.apply(grad, source)  # type: ignore[no-untyped-call]
+    tensor: GradientTensor = StandIn.apply(grad, lambda _: GradientTensor(source))  # type: ignore[no-untyped-call]
     return tensor
 
 
@@ -274,12 +222,12 @@ def _is_power_of_two(value: float) -> bool:
 _NONE = object()  # no shortcut: the value is needed
 
 
-def _whole(gradient: Any) -> GradientSource | None:
+def _whole(gradient: Any) -> GradientValue | None:
     """Return the source of a gradient tensor that is no view."""
     return gradient.source if isinstance(gradient, GradientTensor) and gradient.is_whole else None
 
 
-def _only(gradients: Sequence[Any]) -> GradientSource | None:
+def _only(gradients: Sequence[Any]) -> GradientValue | None:
     """Return the source of the one element of a list: longer lists come element by element."""
     return _whole(gradients[0]) if len(gradients) == 1 else None
 
@@ -293,12 +241,12 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _norm(source: GradientSource, dtype: torch.dtype | None) -> Any:
+def _norm(source: GradientValue, dtype: torch.dtype | None) -> Any:
     norm = source.norm()
     return _NONE if norm is None else torch.full((), norm, dtype=dtype or source.dtype, device=source.device)
 
 
-def _scale(source: GradientSource | None, factor: float | None) -> bool:
+def _scale(source: GradientValue | None, factor: float | None) -> bool:
     return source is not None and factor is not None and source.scale(as_fp32(factor))
 
 

@@ -19,154 +19,33 @@ the forward; inside a forward the read of a module's attribute brings the weight
 from __future__ import annotations
 
 import functools
+import gc
 import sys
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from offloadzero.access.by_value import ByValue
+from offloadzero.access.collectives import is_taken_untold, refuse_untold
+from offloadzero.access.tensor import RemoteTensor, StandIn
+from offloadzero.access.trees import map_leaves
+from offloadzero.access.weight import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of
 from offloadzero.core.torch_private import (
-    NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
     as_copy_of,
-    current_graph_task_id,
     disabled_torch_function_impl,
     get_data,
+    has_storage,
     may_share_memory,
     running_transform,
-    skip_methods,
+    set_data,
 )
-from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.collectives import is_taken_untold, refuse_untold
-from offloadzero.parameters.graph_inputs import run_backward
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.remote import RemoteTensor, Source
-from offloadzero.parameters.trees import map_leaves
+from offloadzero.errors import StateError
 
-_ATTRIBUTE = "_offloadzero_weight"
 _COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
-
-
-class Weight(Source, Protocol):
-    """The value of a parameter, wherever it is."""
-
-    @property
-    def history(self) -> tuple[int, int]:
-        """Numbers that differ after each change of this value, and only then."""
-
-    def alias(self) -> Alias:
-        """Return the tensor that stands for the value, the same one until `assign`."""
-
-    def count_write(self) -> None:
-        """Tell autograd that the value has been written, as an operation on the parameter does."""
-
-    def assign(self, value: Tensor) -> None:
-        """`param.data = value`: the value is copied."""
-
-
-class Alias:
-    """The value behind `param.data`: the parameter's, until the parameter is given other memory.
-
-    `param.data = x` leaves holders of the former `param.data` with the value that it had, which is then `fixed`.
-    """
-
-    def __init__(self, weight: Weight) -> None:
-        self._weight = weight
-        self._fixed: Tensor | None = None
-        self.name = weight.name
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        self.device = weight.device
-
-    @property
-    def history(self) -> tuple[int, int]:
-        """Numbers that differ after each change of this value."""
-        return self._weight.history if self._fixed is None else (-1, 0)
-
-    @property
-    def weight(self) -> Weight | None:
-        """The weight whose value it is; None once it is fixed."""
-        return self._weight if self._fixed is None else None
-
-    def fix(self, value: Tensor) -> None:
-        """Keep the present value, as the parameter gets other memory."""
-        self._fixed = value
-
-    def read(self) -> Tensor:
-        """Return the value on the device."""
-        return self._weight.read() if self._fixed is None else self._fixed
-
-    def read_to_write(self) -> Tensor:
-        """Return the value on the device, in memory of its own."""
-        return self._weight.read_to_write() if self._fixed is None else self._fixed.clone()
-
-    def write(self, value: Tensor) -> None:
-        """Replace the value."""
-        if self._fixed is None:
-            self._weight.write(value)
-        else:
-            self._fixed = value
-
-    def count_write(self) -> None:
-        """Tell autograd of a write."""
-        if self._fixed is None:
-            self._weight.count_write()
-
-
-class HeldAlias:
-    """The alias of a weight, as long as a script holds it."""
-
-    def __init__(self) -> None:
-        self._held: weakref.ref[Alias] | None = None
-
-    def of(self, weight: Weight) -> Alias:
-        """Return the alias, the same object until `fix`."""
-        alias = self._now()
-        if alias is None:
-            alias = Alias(weight)
-            self._held = weakref.ref(alias)
-        return alias
-
-    def stands_for(self, value: Tensor) -> bool:
-        """Whether `value` is all of the alias's value: `param.data += x` has written it and now assigns it."""
-        return isinstance(value, RemoteTensor) and value.source is self._now() and value.is_whole
-
-    def fix(self, weight: Weight) -> None:
-        """Fix the alias, as the parameter gets other memory: holders of the former `param.data` keep its value."""
-        alias = self._now()
-        if alias is not None:
-            alias.fix(weight.read_to_write())
-        self._held = None
-
-    def _now(self) -> Alias | None:
-        return None if self._held is None else self._held()
-
-
-class _Versioned:
-    """The value of an alias for `detach()`: unlike writes through `data`, its writes are known to autograd."""
-
-    def __init__(self, alias: Alias) -> None:
-        self.alias = alias
-        self.name = alias.name
-        self.shape = alias.shape
-        self.dtype = alias.dtype
-        self.device = alias.device
-
-    @property
-    def history(self) -> tuple[int, int]:
-        return self.alias.history
-
-    def read(self) -> Tensor:
-        return self.alias.read()
-
-    def read_to_write(self) -> Tensor:
-        return self.alias.read_to_write()
-
-    def write(self, value: Tensor) -> None:
-        self.alias.write(value)
-        self.alias.count_write()
 
 
 def value_of(away: Tensor) -> RemoteTensor:
@@ -188,70 +67,26 @@ class _LeafTensor(RemoteTensor):
             )
 
 
-class _AsRecorded:
-    """A weight in a graph: when backward reads it, it must have the value that it had in the forward.
-
-    A script that reads the tensor after a change sees the new value, as with any tensor that shares its memory.
-    """
-
-    def __init__(self, weight: Weight | Alias | _Versioned) -> None:
-        self.weight = weight
-        self._history = weight.history
-        self.name = weight.name
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        self.device = weight.device
-
-    def read(self) -> Tensor:
-        if current_graph_task_id() != NO_GRAPH_TASK:
-            self._expect_no_change()
-        return self.weight.read()
-
-    def read_to_write(self) -> Tensor:
-        self._expect_no_change()
-        return self.weight.read().clone()
-
-    def _expect_no_change(self) -> None:
-        if self.weight.history != self._history:
-            raise StateError(
-                f"{self.name} was updated between its use and the backward pass through it: "
-                "call backward() before step() and before writing weights"
-            )
-
-    def write(self, value: Tensor) -> None:
-        self.weight.write(value)
-        self._history = self.weight.history
-
-
-class _Connect(torch.autograd.Function):
-    """The autograd function of a remote tensor whose gradient is that of the parameter or the kept view."""
-
-    @staticmethod
-    def forward(ctx: Any, away: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
-        return _leaf_tensor(away)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-        return grad
-
-
 def _leaf_tensor(away: Tensor) -> Tensor:
     if isinstance(away, _Offloaded):
-        return _LeafTensor(_AsRecorded(weight_of(away)))
+        return _LeafTensor(Recorded(weight_of(away)))
     value = kept_value(away)
     source: Any = value.source
-    return value.with_source(_AsRecorded(source), kind=_LeafTensor)
+    return value.with_source(Recorded(source), kind=_LeafTensor)
 
 
-class _Offloaded(nn.Parameter):
+class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
     """The common part of both classes of an offloaded parameter."""
 
-    def __init_subclass__(cls) -> None:
-        send_by_value(cls, _Offloaded._resident_copy)
+    def _value(self) -> nn.Parameter:
+        return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
 
     @property
     def data(self) -> Tensor:
-        """The value, without a graph."""
+        """The value, without a graph; for the compiler, which is about to use a present one's memory, the memory."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(_COMPILER) and isinstance(self, PresentParameter):
+            return get_data(self)
         return value_of(self)
 
     @data.setter
@@ -265,7 +100,7 @@ class _Offloaded(nn.Parameter):
                 f"{weight_of(self).name}: a new Parameter cannot share memory with an offloaded one: do this before "
                 "offloading, or take a copy with clone()"
             )
-        return RemoteTensor(_Versioned(weight_of(self).alias()))
+        return RemoteTensor(Counted(weight_of(self).alias()))
 
     def data_ptr(self) -> int:
         """The address of the value; to torch's recurrent layers the same one for all parameters.
@@ -279,23 +114,13 @@ class _Offloaded(nn.Parameter):
 
     # C++ takes the memory of the tensors of these methods without asking.
 
-    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
-        """Replace each element by the result of a Python function."""
-        self._expect_no_gradient("apply_()")
-        value_of(self).apply_(function)
-        return self
+    def apply_(self, _: Any) -> NoReturn:
+        """Refuse, as the tensors that stand for the value do."""
+        value_of(self)._refuse("apply_()")
 
-    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
-        """Replace each element by a Python function of it and of another tensor's element."""
-        self._expect_no_gradient("map_()")
-        value_of(self).map_(other, function)
-        return self
-
-    def _expect_no_gradient(self, what: str) -> None:
-        if self.requires_grad:
-            raise RuntimeError(
-                f"{weight_of(self).name}: {what} on a tensor that requires grad: use it on param.data"
-            )
+    def map_(self, *_: Any) -> NoReturn:
+        """Refuse, as the tensors that stand for the value do."""
+        value_of(self)._refuse("map_()")
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the memory of a weight belongs to its tier."""
@@ -309,47 +134,15 @@ class _Offloaded(nn.Parameter):
             "under torch.no_grad(), or assign param.data"
         )
 
-    def new_tensor(
-        self,
-        data: Any,
-        dtype: Any = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Tensor:
-        """Return a tensor of `data` with the parameter's dtype, on the device."""
-        return value_of(self).new_tensor(data, dtype, device, requires_grad, pin_memory)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = self._resident_copy()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._resident_copy().__reduce_ex__(protocol)
-
-    def _resident_copy(self) -> nn.Parameter:
-        return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "Parameter containing:\n" + repr(value_of(self))
+    def new_tensor(self, *arguments: Any, **options: Any) -> Tensor:
+        """Return a tensor with the parameter's dtype, on the device."""
+        return value_of(self).new_tensor(*arguments, **options)
 
 
 class PresentParameter(_Offloaded):
     """A parameter in its module's forward: [Note: a parameter away]."""
 
     __torch_function__ = disabled_torch_function_impl
-
-    @property
-    def data(self) -> Tensor:
-        """The value, without a graph; for the compiler, which is about to use the memory, the memory itself."""
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(_COMPILER):
-            return get_data(self)
-        return value_of(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        weight_of(self).assign(value)
 
 
 class AwayParameter(_Offloaded):
@@ -376,11 +169,11 @@ class AwayParameter(_Offloaded):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _BACKWARDS:
-            return run_backward(func, args, kwargs or {}, away=(AwayParameter, KeptView))
+            return _run_backward(func, args, kwargs or {})
         return _answer(func, args, kwargs or {})
 
 
-class KeptView(torch.Tensor):
+class KeptView(ByValue, torch.Tensor):  # type: ignore[misc]
     """A view that a module's own forward made of a weight, and that a script keeps after the weight has left.
 
     For autograd it is still a view of the parameter; each operation reads and writes the weight wherever it is.
@@ -402,20 +195,8 @@ class KeptView(torch.Tensor):
             f"{kept_value(self).source.name}: {given} is assigned to a view of it: assign to the parameter"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = kept_value(self).read()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return kept_value(self).__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(kept_value(self))
-
-
-send_by_value(KeptView, lambda kept: kept_value(kept).read())
-for _kind in (_Offloaded, PresentParameter, AwayParameter, KeptView):
-    skip_methods(_kind)
+    def _value(self) -> Tensor:
+        return kept_value(self).read()
 
 
 def kept_value(kept: Tensor) -> RemoteTensor:
@@ -428,45 +209,75 @@ def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
     """Return autograd's form of a remote tensor: reading it in backward is an error if the value has changed."""
     if isinstance(tensor, AwayParameter):  # a Function of the script's saves its argument
         tensor = value_of(tensor)
-    weight: Any = tensor.source
-    is_weight = hasattr(weight, "history") and not isinstance(tensor, _LeafTensor)
-    return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor
+    source = tensor.source
+    if isinstance(source, Look) and not isinstance(tensor, _LeafTensor):
+        return tensor.with_source(Recorded(source))
+    return tensor
+
+
+# --- views that a script keeps: [Note: kept views] in streaming/leased_unit.py ---
+
+
+def tensors_over(storage: int) -> Iterator[list[Tensor]]:
+    """Yield Python's ordinary tensors over a storage, which is given by its address, in lists: the youngest first.
+
+    Most are views that a forward has just made, among the few thousand objects of the collector's young generations;
+    a look at all takes 20 ms. Objects set aside by `gc.freeze()` are not even among all: `show_frozen`.
+    """
+    for generation in (0, 1, None):
+        # An object of another class than torch.Tensor may lie about its class, or have no storage.
+        tensors = [one for one in gc.get_objects(generation) if type(one) is Tensor]
+        yield [one for one in tensors if _storage_of(one) == storage]
+
+
+def show_frozen() -> bool:
+    """Undo `gc.freeze()`; return whether there was something to undo.
+
+    Freezing saves the collector time, and forked children memory. To freeze again would also freeze present garbage.
+    """
+    if not gc.get_freeze_count():
+        return False
+    gc.unfreeze()
+    return True
+
+
+def _storage_of(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or not has_storage(tensor):
+        return 0
+    return int(tensor.untyped_storage()._cdata)
+
+
+def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
+    """Turn `tensor`, which looks at the memory of `param` from `byte_offset` on, into a view of the parameter.
+
+    For operations that do not look at the class (autograd's own, in C++) it holds a copy of the present value.
+    Raises StateError for a view that goes beyond the parameter's end.
+    """
+    weight = weight_of(param)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if byte_offset + span * tensor.itemsize > weight.shape.numel() * weight.dtype.itemsize:
+        raise StateError(
+            f"{weight.name}: a view that is kept goes beyond the parameter's end: keep a clone()"
+        )
+    size, stride = tensor.size(), tensor.stride()
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.as_strided(torch.detach(tensor), (span,), (1,)).clone()
+        dtype, offset = tensor.dtype, byte_offset // tensor.itemsize
+
+        def view(value: Tensor) -> Tensor:
+            whole = value.view(-1).view(dtype)
+            return whole.as_strided(size, stride, int(whole.storage_offset()) + offset)
+
+        like = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        value = RemoteTensor(weight.alias(), (view,), like, storage_offset=int(tensor.storage_offset()))
+        set_data(tensor, flat.as_strided(size, stride))
+    tensor.__class__ = KeptView
+    setattr(tensor, KeptView.VALUE, value)
 
 
 def is_offloaded(param: Tensor) -> bool:
     """Whether a `Weight` answers for the parameter."""
     return isinstance(param, _Offloaded)
-
-
-def origin_of(value: Tensor) -> Weight | None:
-    """Return the weight behind `value`: a parameter, its `data`, the result of `detach()`, or a view of these."""
-    if is_offloaded(value):
-        return weight_of(value)
-    source: object = value.source if isinstance(value, RemoteTensor) else None
-    if isinstance(source, _AsRecorded):
-        source = source.weight
-        if not isinstance(source, _Versioned | Alias):
-            return source
-    if isinstance(source, _Versioned):
-        source = source.alias
-    return source.weight if isinstance(source, Alias) else None
-
-
-def expect_own_value(weight: Weight, value: Tensor) -> None:
-    """Raise ConfigError if `param.data = value` would let the parameter of `weight` share memory with another one."""
-    other = origin_of(value)
-    if other is not None and other is not weight:
-        allowed = (
-            f"a value of its own: it would share memory with {other.name}. To tie the two assign the "
-            "Parameter itself, module.weight = other.weight; to copy, .data.clone()"
-        )
-        raise ConfigError(f"{weight.name}.data", tuple(value.shape), allowed)
-
-
-def weight_of(param: Tensor) -> Weight:
-    """Return the `Weight` of an offloaded parameter."""
-    weight: Weight = getattr(param, _ATTRIBUTE)
-    return weight
 
 
 @functools.cache
@@ -482,13 +293,13 @@ def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[n
 
 def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
     """Let `weight`, and no earlier one, answer for the parameter."""
-    setattr(param, _ATTRIBUTE, weight)  # first: an object of the class without it could not be read
+    setattr(param, ATTRIBUTE, weight)  # first: an object of the class without it could not be read
     if is_offloaded(param):
         return
     try:
         param.__class__ = classes_of(type(param))[1]
     except TypeError:  # a class that forbids this is left as it is
-        delattr(param, _ATTRIBUTE)
+        delattr(param, ATTRIBUTE)
         raise
 
 
@@ -497,7 +308,7 @@ def restore_parameter(param: nn.Parameter) -> None:
     if isinstance(param, _Offloaded):
         original: Any = _original_of(type(param))
         param.__class__ = original
-        delattr(param, _ATTRIBUTE)
+        delattr(param, ATTRIBUTE)
 
 
 def present_class_of(away: type[nn.Parameter]) -> type[nn.Parameter]:
@@ -506,8 +317,8 @@ def present_class_of(away: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _original_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    original: Any = next(cls for cls in kind.__mro__ if not issubclass(cls, _Offloaded))
-    return cast(type[nn.Parameter], original)
+    tensors = (cls for cls in kind.__mro__ if issubclass(cls, Tensor))
+    return cast(type[nn.Parameter], next(cls for cls in tensors if not issubclass(cls, _Offloaded)))
 
 
 def _refuse_transform(param: Tensor) -> NoReturn:
@@ -523,7 +334,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     if own is not None:
         return own(value_of(args[0]), *args[1:], **keywords)
     if func in _SEEN_AS_ANOTHER and args[1:] and args[0] is args[1] and isinstance(args[0], AwayParameter):
-        return _remote(args[0], connect=_connect_as_copy)  # with no other node before the parameter's own
+        return _remote(args[0], _connect_as_copy)  # with no other node before the parameter's own
     standing: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor that is away, its stand-in
 
     def stand_in(leaf: Any) -> Any:
@@ -540,11 +351,16 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     return map_leaves(away, func(*args, **keywords))
 
 
+def _connect(away: Tensor) -> Tensor:
+    connected: Tensor = StandIn.apply(away, _leaf_tensor)  # type: ignore[no-untyped-call]
+    return connected
+
+
 def _connect_as_copy(away: Tensor) -> Tensor:
     return as_copy_of(away, _leaf_tensor(away))
 
 
-def _remote(away: Tensor, *, connect: Callable[[Tensor], Tensor] = _Connect.apply) -> Tensor:
+def _remote(away: Tensor, connect: Callable[[Tensor], Tensor] = _connect) -> Tensor:
     with DisableTorchFunctionSubclass():
         is_connected = away.requires_grad and torch.is_grad_enabled()
     if is_connected:
@@ -552,6 +368,34 @@ def _remote(away: Tensor, *, connect: Callable[[Tensor], Tensor] = _Connect.appl
             _refuse_transform(away)
         return connect(away)
     return value_of(away)
+
+
+def _run_backward(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Run `torch.autograd.grad` or `torch.autograd.backward`, among whose tensors are some that are away.
+
+    Hooks, Functions and recomputations of the script's run inside and read weights, so torch functions must be on
+    there. The inputs are therefore given by their places in the graph, which no torch function answers for.
+    """
+    of_grad = func is torch.autograd.grad
+    inputs = args[1] if of_grad else keywords.get("inputs") or ()
+    with DisableTorchFunctionSubclass():
+        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+        has_places = all(one.requires_grad and (of_grad or one.is_leaf) for one in tensors)
+        if not has_places or any(isinstance(one, AwayParameter | KeptView) for one in args[0]):
+            return func(*args, **keywords)  # most of these are errors of torch's
+        places = tuple(
+            get_gradient_edge(one) if isinstance(one, AwayParameter | KeptView) else one for one in inputs
+        )
+    if not of_grad:
+        return func(*args, **{**keywords, "inputs": places})
+    if not keywords.get("materialize_grads"):
+        return func(args[0], places, *args[2:], **keywords)
+    found = func(args[0], places, *args[2:], **{**keywords, "allow_unused": True, "materialize_grads": False})
+    in_graph = bool(keywords.get("create_graph"))
+    return tuple(
+        torch.zeros_like(one, requires_grad=in_graph) if grad is None else grad
+        for one, grad in zip(inputs, found, strict=True)
+    )
 
 
 # --- functions that need no value

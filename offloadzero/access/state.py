@@ -9,89 +9,54 @@ last update is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offloadzero.core.interrupts import uninterrupted_throughout
-from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
-from offloadzero.errors import StateError
-from offloadzero.parameters.collectives import (
+from offloadzero.access.by_value import ArrayByValue
+from offloadzero.access.collectives import (
     OverCopies,
     is_function_of_ranks,
     is_taken_untold,
     refuse_untold,
 )
-from offloadzero.parameters.processes import send_by_value
-from offloadzero.parameters.weight import Weight
-
-
-class Written(Protocol):
-    """The original of a copy: a weight, or a state of the optimizer."""
-
-    name: str
-    taken_with: str  # where scripts get such copies
-
-    @property
-    def history(self) -> tuple[int, ...]:
-        """Numbers that differ after each change of the value."""
-
-    def write(self, value: Tensor) -> None:
-        """Write a value to its home."""
-
-
-class WrittenWeight:
-    """A weight of the model."""
-
-    taken_with = "state_dict()"
-
-    def __init__(self, weight: Weight) -> None:
-        self.name = weight.name
-        self.weight = weight
-
-    @property
-    def history(self) -> tuple[int, ...]:
-        """The history of the weight."""
-        return self.weight.history
-
-    def write(self, value: Tensor) -> None:
-        """Write a value to its home."""
-        self.weight.write(value)
-        self.weight.count_write()
+from offloadzero.access.tensor import RemoteValue
+from offloadzero.access.weight import Look, Weight
+from offloadzero.core.interrupts import uninterrupted_throughout
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
+from offloadzero.errors import StateError
 
 
 class _Copy:
-    """The copy of one value, and the history at that time."""
+    """The copy of one value, and the version at that time."""
 
-    def __init__(self, value: Tensor, weight: Written) -> None:
-        self.value = value
-        self.name = weight.name
-        self._weight = weight
-        self._history = weight.history
+    def __init__(self, copied: Tensor, value: RemoteValue, taken_with: str) -> None:
+        self.copied = copied
+        self.name = value.name
+        self._value = value
+        self._version = value.version
+        self._taken_with = taken_with
 
     def is_current_copy_of(self, weight: Weight) -> bool:
         """Whether it holds the present value of `weight`."""
-        target = self._weight
-        return (
-            isinstance(target, WrittenWeight) and target.weight is weight and weight.history == self._history
-        )
+        value = self._value
+        return isinstance(value, Look) and value.weight is weight and value.version == self._version
 
     def commit(self) -> None:
         """Write the copy home, after an operation has written into it."""
-        weight = self._weight
-        if weight.history != self._history:
+        value = self._value
+        if value.version != self._version:
             raise StateError(
-                f"{weight.name}: was changed since {weight.taken_with}, whose copy of it is written now: take a new "
+                f"{value.name}: was changed since {self._taken_with}, whose copy of it is written now: take a new "
                 "one, or use load_state_dict()"
             )
-        weight.write(self.value.clone())
-        self._history = weight.history
+        value.write(self.copied.clone())
+        self._version = value.version
 
 
-class StateTensor(torch.Tensor):
+class StateTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
     """The copy, or a view of it. Other results of operations are ordinary tensors."""
 
     _copy: _Copy
@@ -127,38 +92,13 @@ class StateTensor(torch.Tensor):
                     tensor._copy.commit()
             return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
-    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Return a read-only array: writes into it would not be seen."""
-        array: np.ndarray[Any, Any] = self._plain().numpy(force=force)
-        array = array.view()
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.numpy()
-        if dtype is None or array.dtype == dtype:
-            return array.copy() if copy else array
-        return array.astype(dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = self._plain().clone()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._plain())
-
-    def __format__(self, spec: str) -> str:
-        return format(self._plain(), spec)
-
-    def _plain(self) -> Tensor:
+    def _value(self) -> Tensor:
         with DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
 
-
-send_by_value(StateTensor, StateTensor._plain)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = self._value().clone()
+        return copied
 
 
 def is_copy_of(tensor: object, weight: Weight) -> bool:
@@ -168,11 +108,11 @@ def is_copy_of(tensor: object, weight: Weight) -> bool:
     return tensor._copy.is_current_copy_of(weight) and tensor.shape == weight.shape
 
 
-def state_tensor(value: Tensor, weight: Written) -> Tensor:
-    """Make a copy of a weight or of an optimizer's state, for a state dict."""
+def state_tensor(copied: Tensor, value: RemoteValue, *, taken_with: str = "state_dict()") -> Tensor:
+    """Make `copied` a copy of a weight or of an optimizer's state, for a state dict; `taken_with` is for errors."""
     with torch.inference_mode(False):  # the state dict may be used outside of inference mode
-        value = value.clone() if value.is_inference() else value
-        return _made(value, _Copy(value, weight))
+        copied = copied.clone() if copied.is_inference() else copied
+        return _made(copied, _Copy(copied, value, taken_with))
 
 
 def _made(tensor: Tensor, copy: _Copy) -> StateTensor:
@@ -207,6 +147,6 @@ def _view_of(tensors: list[StateTensor], result: Tensor) -> Tensor:
     if isinstance(result, StateTensor) or result.device.type == "meta" or not has_storage(result):
         return result
     for tensor in tensors:
-        if result.untyped_storage()._cdata == tensor._copy.value.untyped_storage()._cdata:
+        if result.untyped_storage()._cdata == tensor._copy.copied.untyped_storage()._cdata:
             return _made(result, tensor._copy)
     return result

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from offloadzero.access.trees import leaves_of
 from offloadzero.core.torch_private import end_traced_collective
 from offloadzero.errors import StateError
-from offloadzero.parameters.trees import leaves_of
 
 TorchOp = Any  # torch._ops.OpOverload: its class has no public name
 

@@ -20,7 +20,7 @@ be the next one's, so the kept one becomes an error.
 [Note: param.grad over several ranks]
 When backward has ended a gradient is the mean over the ranks, and each rank keeps its part. A read gathers the parts,
 so all ranks read the same gradients in the same order, as they read the same weights ([Note: ranks say what they read]
-in streaming/access/agreed_reads.py). The norms of all gradients are gathered at once when the first one is asked for:
+in access/agreement.py). The norms of all gradients are gathered at once when the first one is asked for:
 so `clip_grad_norm_` is one collective. An edit sends nothing. Each rank keeps its part of the value, or the factor, and
 notes what it did: a rank that has edited otherwise is found at the next fetch or step.
 
@@ -33,28 +33,28 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from offloadzero.access.agreement import Announcements
+from offloadzero.access.gradient import GradientTensor, GradientValue, product_is_exact
+from offloadzero.access.homes import HomeAccess
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
     current_graph_task_id,
-    queue_backward_callback,
+    running_backward,
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
-from offloadzero.streaming.access.agreed_reads import Announcements
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_place
 from offloadzero.update.records import Record
@@ -70,44 +70,21 @@ class Contribution(NamedTuple):
     backward: int  # the number of the backward that has brought it
 
 
-class ParamGradient:
-    """The gradient of one parameter until it is dropped: a GradientSource. Later reads and writes raise StateError.
+class ParamGradient(GradientValue):
+    """The gradient of one parameter until it is dropped. Later reads and writes raise StateError.
 
-    It holds neither parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
+    They raise it as well for a gradient that is lost, or gone with an update in backward. This object holds neither
+    parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
     """
 
-    __slots__ = (
-        "_access",
-        "contribution",
-        "device",
-        "dtype",
-        "handle",
-        "index",
-        "is_dropped",
-        "name",
-        "num_tensors",
-        "shape",
-    )
-
-    def __init__(
-        self,
-        access: GradientAccess,
-        handle: GradientHandle,
-        *,
-        record: Record,
-        slot: ParamSlot,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, access: GradientAccess, handle: GradientHandle) -> None:
+        record, slot = handle.record, handle.slot
+        super().__init__(f"{slot.name}.grad", slot.shape, record.dtype, access.device)
         self._access = weakref.ref(access)
         self.handle = weakref.ref(handle)
         self.index = (record.index, slot.index)
-        self.name = f"{slot.name}.grad"
-        self.shape = slot.shape
-        self.dtype = record.dtype
-        self.device = device
         self.is_dropped = False
         self.contribution: Contribution | None = None
-        self.num_tensors = 0  # tensors made of it: with views there are more than one
 
     def _expect(self) -> GradientAccess:
         access = self._access()
@@ -118,17 +95,36 @@ class ParamGradient:
             )
         return access
 
-    def read(self) -> Tensor:
-        """Return the present value, on the device; not to be written into."""
-        return self._expect().read(self)
+    def read(self, *, to_write: bool = False) -> Tensor:
+        """Return the present value, on the device; it may be the home itself."""
+        value = self._present(self._expect())
+        return value.clone() if to_write else value
 
-    def read_to_write(self) -> Tensor:
-        """Return the present value, in memory of its own."""
-        return self._expect().read(self).clone()
+    def _present(self, access: GradientAccess) -> Tensor:
+        state, slot = access.locate(self)
+        contribution = self.contribution
+        if contribution is not None and contribution.is_all:
+            return contribution.grad
+        added = None if contribution is None else contribution.grad
+        if slot.index not in state.arrived:
+            value = access.at_home(state, slot) if added is None else access.with_earlier(state, slot, added)
+        else:
+            value = state.targets[slot.index] if added is None else state.targets[slot.index] + added
+            if state.lease is not None:  # else the flat gradient is the home
+                value = access.with_earlier(state, slot, value)
+        return value.to(self.dtype).view(slot.shape)
 
     def write(self, value: Tensor) -> None:
-        """Replace the value."""
-        self.contribution = self._expect().write(self, value)
+        """Write the value to the gradient's place; what the hook has not taken yet is replaced."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        if self.contribution is not None:
+            self.contribution = self.contribution._replace(grad=value, is_all=True)
+        elif slot.index in state.arrived:
+            state.targets[slot.index].copy_(value)
+            state.forget(slot)  # drops the part at home
+        else:
+            access.store(state, slot, value)
 
     def take_contribution(self) -> Contribution | None:
         """Return what autograd has added since the last call, if it has."""
@@ -136,52 +132,92 @@ class ParamGradient:
         return contribution
 
     def norm(self) -> float | None:
-        """The 2-norm; None where only a read would tell it."""
-        return self._expect().norm(self)
+        """The 2-norm as measured; None for a gradient in a lease, or one that has not been measured."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        if self.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
+            return None
+        return math.sqrt(state.sq_norm_of(slot, access.sq_norm_at_home(state, slot)))
 
     def scale(self, factor: float) -> bool:
-        """Keep a factor; return False where it would give other numbers than a multiplication."""
-        return self._expect().scale(self, factor)
+        """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        before = state.factors.get(slot.index, 1.0)
+        if self.contribution is not None or slot.index in state.arrived or not math.isfinite(factor):
+            return False
+        if not product_is_exact(before, factor):
+            return False
+        if slot.index in state.zeroed:
+            return True
+        if abs(before * factor) > 1.0:
+            if state.is_unmeasured:
+                return False
+            bound = math.sqrt(access.sq_norm_at_home(state, slot)) * abs(before * factor)
+            if not bound <= torch.finfo(self.dtype).max:
+                return False  # an element may overflow
+        state.set_factor(slot, before * factor)
+        access.note_edit(state, slot, "times", before * factor)
+        return True
 
     def clear(self) -> None:
-        """Make the gradient zero."""
-        self.contribution = self._expect().clear(self)
+        """Make it zeros, which are written only if they still stand at the step."""
+        access = self._expect()
+        state, slot = access.locate(self)
+        if self.contribution is not None or slot.index in state.arrived or access.updates_in_backward:
+            self.write(torch.zeros(slot.shape, dtype=self.dtype, device=self.device))
+        else:
+            state.clear(slot)
+            access.note_edit(state, slot, "zero")
 
     def accept(self, contribution: Tensor) -> bool:
-        """Take `contribution` for the hook if autograd is adding it to the gradient; return whether it is."""
-        accepted = self._expect().accepted(self, contribution)
-        if accepted is not None:
-            self.contribution = accepted
-        return accepted is not None
+        """Take `contribution` for the hook if autograd adds it right now, replacing a left-over one."""
+        access = self._expect()
+        node, backward = current_autograd_node(), current_graph_task_id()
+        left, handle = self.contribution, self.handle()
+        if node is None or handle is None or handle.taken_in == backward:
+            return False  # a hook's own addition
+        if left is not None and access.runs(left.backward):
+            return False
+        if getattr(node, "variable", None) is not handle.param:
+            return False
+        access.note_running(backward)
+        self.contribution = Contribution(contribution, is_all=False, backward=backward)
+        return True
 
     def is_worn(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter's `grad`."""
-        access = self._access()
-        return access is not None and not self.is_dropped and access.is_worn(self, tensor)
-
-    def left_by(self, tensor: Tensor) -> None:
-        """Make a new tensor for this gradient, as `tensor` was given other memory."""
         handle = self.handle()
-        if handle is not None and handle.tensor is tensor:
-            handle.tensor = GradientTensor(self)
+        with DisableTorchFunctionSubclass():
+            return not self.is_dropped and handle is not None and handle.param.grad is tensor
 
 
 class GradientHandle:
     """The tensor that stands for a parameter's gradient, `source`, and its relation to `param.grad`."""
 
-    __slots__ = ("__weakref__", "_make", "is_seen", "param", "slot", "source", "taken_in", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "_access",
+        "is_seen",
+        "param",
+        "record",
+        "slot",
+        "source",
+        "taken_in",
+        "tensor",
+    )
 
-    def __init__(self, slot: ParamSlot, make: Callable[[GradientHandle], ParamGradient]) -> None:
+    def __init__(self, access: GradientAccess, record: Record, slot: ParamSlot) -> None:
+        self._access = access
+        self.record = record
         self.slot = slot
-        self.is_seen = (
-            False  # by a script's hook before ours: collect.py, [Note: gradients that others have seen]
-        )
         self.param = slot.param
-        self._make = make
+        # By a script's hook before ours: [Note: gradients that others have seen] in step/collect.py.
+        self.is_seen = False
         self._renew()
 
     def _renew(self) -> None:
-        self.source = self._make(self)
+        self.source = ParamGradient(self._access, self)
         self.tensor = GradientTensor(self.source)
         self.taken_in = -1  # the last backward in which the hook took a gradient
 
@@ -226,18 +262,8 @@ def expect_dense(slot: ParamSlot, grad: Tensor) -> None:
         raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
 
 
-class _AtEnd:
-    """A callback for the end of a backward, which is gone when that backward fails."""
-
-    def __call__(self) -> None:
-        """Do nothing."""
-
-
 class GradientAccess:
-    """Reads and writes gradients of single parameters: [Note: the life of param.grad].
-
-    The calls from `param.grad` raise StateError for a gradient that is lost, or gone with an update in backward.
-    """
+    """The places of single parameters' gradients: [Note: the life of param.grad]."""
 
     def __init__(
         self,
@@ -266,31 +292,25 @@ class GradientAccess:
         # The squared norms of what the homes hold on all ranks together, by record and slot; and the gradients then.
         self._shared_sq_norms: dict[int, Sequence[float]] = {}
         self._measured: list[tuple[RecordGradient, Ticket]] = []
-        self._device = store.accelerator.device
+        self.device = store.accelerator.device
         self._clock = clock
         self._num_threads = num_threads
         self._gradients = gradients
         self._previous_update = previous_update
-        self._updates_in_backward = updates_in_backward
-        self._running: dict[int, weakref.ref[_AtEnd]] = {}  # backwards, by number
+        self.updates_in_backward = updates_in_backward
+        self._running: dict[int, weakref.ref[Any]] = {}  # backwards, by number
 
     def handles(self, record: Record) -> tuple[GradientHandle, ...]:
         """Make a new handle for each trainable slot."""
+        return tuple(GradientHandle(self, record, slot) for slot in record.trainable_slots)
 
-        def handle(slot: ParamSlot) -> GradientHandle:
-            def make(handle: GradientHandle) -> ParamGradient:
-                return ParamGradient(self, handle, record=record, slot=slot, device=self._device)
-
-            return GradientHandle(slot, make)
-
-        return tuple(handle(slot) for slot in record.trainable_slots)
-
-    def _located(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
+    def locate(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
+        """Return where a gradient is, for work that the caller launches next. StateError for one that is not."""
         record_index, slot_index = source.index
         state = self._gradients[record_index]
         slot = state.record.trainable_slots[slot_index]
         self._expect_reachable(state, slot, source)
-        if self._updates_in_backward and (state.closed or state.arrived or state.home is None):
+        if self.updates_in_backward and (state.closed or state.arrived or state.home is None):
             raise StateError(
                 f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "
                 "to keep gradients until they are dropped"
@@ -325,112 +345,23 @@ class GradientAccess:
                 f"{source.name}: {why}: engine.get_global_grad_norm() gives the norm of a step, gradient_clipping clips"
             )
 
-    # --- calls from param.grad ---
-
-    def read(self, source: ParamGradient) -> Tensor:
-        """Return the value in the parameter's dtype and shape, on the device; it may be the home itself."""
-        state, slot = self._located(source)
-        contribution = source.contribution
-        if contribution is not None and contribution.is_all:
-            return contribution.grad
-        added = None if contribution is None else contribution.grad
-        if slot.index not in state.arrived:
-            value = self._at_home(state, slot) if added is None else self._with_earlier(state, slot, added)
-        else:
-            value = state.targets[slot.index] if added is None else state.targets[slot.index] + added
-            if state.lease is not None:  # else the flat gradient is the home
-                value = self._with_earlier(state, slot, value)
-        return value.to(source.dtype).view(slot.shape)
-
-    def write(self, source: ParamGradient, value: Tensor) -> Contribution | None:
-        """Write the value to the gradient's place; return the contribution that the hook takes then."""
-        state, slot = self._located(source)
-        if source.contribution is not None:
-            return source.contribution._replace(grad=value, is_all=True)
-        if slot.index in state.arrived:
-            state.targets[slot.index].copy_(value)
-            state.forget(slot)  # drops the part at home
-        else:
-            self.store(state, slot, value)
-        return None
-
-    def norm(self, source: ParamGradient) -> float | None:
-        """The 2-norm as measured; None for a gradient in a lease, or one that has not been measured."""
-        state, slot = self._located(source)
-        if source.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
-            return None
-        return math.sqrt(state.sq_norm_of(slot, self._sq_norm_at_home(state, slot)))
-
-    def scale(self, source: ParamGradient, factor: float) -> bool:
-        """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
-        state, slot = self._located(source)
-        before = state.factors.get(slot.index, 1.0)
-        if source.contribution is not None or slot.index in state.arrived or not math.isfinite(factor):
-            return False
-        if not product_is_exact(before, factor):
-            return False
-        if slot.index in state.zeroed:
-            return True
-        if abs(before * factor) > 1.0:
-            if state.is_unmeasured:
-                return False
-            bound = math.sqrt(self._sq_norm_at_home(state, slot)) * abs(before * factor)
-            if not bound <= torch.finfo(source.dtype).max:
-                return False  # an element may overflow
-        state.set_factor(slot, before * factor)
-        self._note_edit(state, slot, "times", before * factor)
-        return True
-
-    def clear(self, source: ParamGradient) -> Contribution | None:
-        """Make it zeros, which are written only if they still stand at the step; return like `write`."""
-        state, slot = self._located(source)
-        if source.contribution is not None or slot.index in state.arrived or self._updates_in_backward:
-            return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
-        state.clear(slot)
-        self._note_edit(state, slot, "zero")
-        return None
-
-    def accepted(self, source: ParamGradient, grad: Tensor) -> Contribution | None:
-        """Return the contribution of a backward if autograd adds `grad` right now, replacing a left-over one."""
-        node = current_autograd_node()
-        backward, left, handle = current_graph_task_id(), source.contribution, source.handle()
-        if node is None or handle is None or handle.taken_in == backward:
-            return None  # a hook's own addition
-        if left is not None and self._runs(left.backward):
-            return None
-        record_index, slot_index = source.index
-        slot = self._gradients[record_index].record.trainable_slots[slot_index]
-        if getattr(node, "variable", None) is not slot.param:
-            return None
-        self._note_running(backward)
-        return Contribution(grad, is_all=False, backward=backward)
-
-    def _note_running(self, backward: int) -> None:
+    def note_running(self, backward: int) -> None:
         """Remember the running backward: autograd keeps its callbacks alive as long as it runs."""
-        if not self._runs(backward):
-            at_end = _AtEnd()
-            queue_backward_callback(at_end)
-            self._running = {number: end for number, end in self._running.items() if end() is not None}
-            self._running[backward] = weakref.ref(at_end)
+        if not self.runs(backward):
+            self._running = {number: ref for number, ref in self._running.items() if ref() is not None}
+            self._running[backward] = running_backward()
 
-    def _runs(self, backward: int) -> bool:
+    def runs(self, backward: int) -> bool:
         """Whether a backward runs that has brought gradients; this one may run inside it, in a hook."""
-        end = self._running.get(backward)
-        return end is not None and end() is not None
-
-    def is_worn(self, source: ParamGradient, tensor: Tensor) -> bool:
-        """Whether the parameter's `grad` is `tensor`."""
-        record_index, slot_index = source.index
-        slot = self._gradients[record_index].record.trainable_slots[slot_index]
-        with DisableTorchFunctionSubclass():
-            return slot.param.grad is tensor
+        running = self._running.get(backward)
+        return running is not None and running() is not None
 
     # --- at home ---
 
     def drop(self, state: RecordGradient, slot: ParamSlot) -> None:
         """Leave a gradient that the script has dropped out of the step."""
         state.forget(slot)
-        self._note_edit(state, slot, "dropped")
+        self.note_edit(state, slot, "dropped")
 
     def store(self, state: RecordGradient, slot: ParamSlot, value: Tensor) -> None:
         """Make `value` (of any floating-point dtype) the gradient of the window so far."""
@@ -454,34 +385,30 @@ class GradientAccess:
         # This waits until the value is there, also on the device.
         state.assign(slot, device_math.sq_norm(target, num_threads=self._num_threads))
         self._measured = []
-        self._note_edit(state, slot, "stored", values=value)
+        self.note_edit(state, slot, "stored", values=value)
 
-    def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
+    def at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
         """Return the landed gradient with its factor, flat, in the home's dtype, on the device."""
         home = state.home
         if home is None:
             raise AssertionError(f"{slot.name}: its gradient has no home")
         if slot.index in state.zeroed:
-            return torch.zeros(slot.num_elements, dtype=home.dtype, device=self._device)
+            return torch.zeros(slot.num_elements, dtype=home.dtype, device=self.device)
         self._wait_landed(state)
-        value = self._read_home(state, slot, home).to(self._device)
+        value = self._read_home(state, slot, home).to(self.device)
         factor = state.factors.get(slot.index, 1.0)
         return value if factor == 1.0 else value * factor
 
     def _read_home(self, state: RecordGradient, slot: ParamSlot, home: Segment) -> Tensor:
         """Return what the home holds of a parameter, flat, in the home's dtype; it may be the home itself."""
-        is_whole = state.record.shard.world_size == 1
-        if is_whole and home.is_in_memory:
+        if state.record.shard.world_size == 1 and home.is_in_memory:
             return home.memory[slot.offset : slot.offset + slot.num_elements]
         flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
         with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-            if is_whole:
-                self._store.read(home, flat, start=slot.offset).wait()
-            else:
-                self._homes.gather(state.record, slot, home, flat, f"{slot.name}.grad")
+            self._homes.read_home(state.record, slot, home, flat)
         return flat
 
-    def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
+    def sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
         """Return the squared norm of what the home holds of a parameter, on all ranks together."""
         if state.record.shard.world_size == 1:
             self._wait_landed(state)
@@ -503,14 +430,15 @@ class GradientAccess:
             norms = [norm for gradient in present for norm in gradient.sq_norms]
             own = torch.tensor(norms, dtype=torch.float64, device="cpu")
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-                self._announcements.announce_gradient_norms(len(present))
+                act = f"asks for the norms of the gradients of {len(present)} units"
+                self._announcements.announce(act)
                 self._group.states.all_reduce(own, "the norms of gradients")
         totals = iter(own.tolist())
         self._shared_sq_norms = {
             gradient.record.index: [next(totals) for _ in gradient.sq_norms] for gradient in present
         }
 
-    def _note_edit(
+    def note_edit(
         self, state: RecordGradient, slot: ParamSlot, *what: object, values: Tensor | None = None
     ) -> None:
         """Take note of an edit of the gradient, which all ranks make."""
@@ -519,11 +447,11 @@ class GradientAccess:
             record.index, slot.index, "grad", *what, values=values, dtype=record.grad_dtype
         )
 
-    def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
+    def with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
         """Return a contribution of the running backward, with earlier ones added."""
         if slot.index not in state.present:
             return grad
-        earlier = self._at_home(state, slot).view(slot.shape)
+        earlier = self.at_home(state, slot).view(slot.shape)
         return (earlier.float() + grad.float()).to(earlier.dtype)
 
     def _wait_landed(self, state: RecordGradient) -> None:

@@ -1,25 +1,45 @@
-"""The gradients of one accumulation window, and the changes that scripts make to them."""
+"""The gradients of one accumulation window, and the changes that scripts make to them, brought home before the step.
+
+[Note: gradients assigned from gradients]
+`a.grad, b.grad = b.grad, a.grad` and `p.grad = p.grad.t()` put tensors into `param.grad` that stand for a gradient in
+some home, another parameter's or the parameter's own. So all of them are read before one is written. A parameter has
+the plain value in its `grad` meanwhile: if an interrupt comes on the way, the next step takes that.
+
+In another backward the home of a gradient that its parameter has given away would get the next one: that is an error. A
+gradient that is the `grad` of its parameter and of others stays: there autograd adds for all of them, as it does in
+torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from offloadzero.access.gradient import GradientTensor, GradientValue
 from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import StateError
-from offloadzero.parameters.gradient import GradientSource, GradientTensor
-from offloadzero.step.record_gradient import RecordGradient, WindowGradients
-from offloadzero.step.script.assigned import Change, bring_home, passed_on
-from offloadzero.step.script.param_grad import (
+from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientAccess,
     GradientHandle,
     ParamGradient,
     drop_gradients,
+    expect_dense,
 )
+from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.update.flat_layout import ParamSlot
+
+
+class Change(NamedTuple):
+    """A parameter whose `param.grad` differs from the gradient that backward has brought; None: it was dropped."""
+
+    state: RecordGradient
+    handle: GradientHandle
+    grad: Tensor | None
 
 
 class GradientWindow:
@@ -80,8 +100,8 @@ class GradientWindow:
     def zero(self) -> None:
         """Begin a new window, in which the present gradients are zero."""
         self.gradients.renew()
-        others: list[tuple[RecordGradient, GradientHandle, torch.Tensor]] = []
-        zeroed: set[GradientSource] = set()
+        others: list[tuple[RecordGradient, GradientHandle, Tensor]] = []
+        zeroed: set[GradientValue] = set()
         for index, handles in self.handles.items():
             for handle in handles:
                 handle.source.take_contribution()
@@ -115,13 +135,33 @@ class GradientWindow:
                 self._settle_own(change.state, change.handle.slot)
             else:
                 others.append(change)
-        bring_home(others, self._access)
+        given_up = {change.handle.source for change in others}  # their parameters wear others now
+        found = [(change, _read_assigned(change, given_up)) for change in others]
+        for (state, handle, grad), value in found:
+            handle.drop()
+            if value is None:
+                self._access.drop(state, handle.slot)
+                continue
+            expect_dense(handle.slot, value)
+            through("gradient.store", self._access.store, handle.slot.name)(state, handle.slot, value)
+            if isinstance(grad, GradientTensor) and grad.source in given_up:
+                with DisableTorchFunctionSubclass():
+                    handle.param.grad = handle.tensor
 
-    def settle_passed_on(self) -> None:
-        """Bring swapped gradients home before another backward: [Note: gradients assigned from gradients]."""
-        if self.gradients.present():
-            others = [change for change in self._changed() if not change.handle.is_own(change.grad)]
-            bring_home(passed_on(others), self._access)
+    def expect_none_given_away(self) -> None:
+        """Refuse another backward where a gradient was given away: [Note: gradients assigned from gradients].
+
+        The home of such a gradient is for its parameter's next one.
+        """
+        if not self.gradients.present():
+            return
+        others = {c.handle.source: c for c in self._changed() if not c.handle.is_own(c.grad)}
+        for source, (_, handle, grad) in others.items():
+            if isinstance(grad, GradientTensor) and grad.source is not source and grad.source in others:
+                raise StateError(
+                    f"{handle.slot.name}.grad is a gradient that was {grad.source.name}, whose place another backward "
+                    "needs: assign a copy, clone(), or call step() before it"
+                )
 
     def _settle_own(self, gradient: RecordGradient, slot: ParamSlot) -> None:
         if slot.index not in gradient.present:
@@ -202,13 +242,25 @@ class SetAside:
         self._handle.source.take_contribution()
 
 
+def _read_assigned(change: Change, given_up: Container[GradientValue]) -> Tensor | None:
+    """Return the value that was assigned; one that is read from a home whose parameter has given it up is worn."""
+    grad = change.grad
+    if not isinstance(grad, GradientTensor):
+        return grad
+    value = grad.read()
+    if grad.source in given_up:
+        with DisableTorchFunctionSubclass():
+            change.handle.param.grad = value
+    return value
+
+
 def _wear_zeros(gradient: RecordGradient, handle: GradientHandle) -> None:
     """Make the gradient zero, in no graph."""
     handle.param.grad = handle.tensor
     gradient.clear(handle.slot)
 
 
-def _zero(grad: torch.Tensor) -> None:
+def _zero(grad: Tensor) -> None:
     """Make a script's own gradient zero as torch.optim's zero_grad does; it may be a view."""
     if grad.grad_fn is not None:
         grad.detach_()

@@ -1,26 +1,53 @@
-"""Weights in and out of their homes, one parameter at a time."""
+"""Weights in and out of their homes, one parameter at a time, and for a script's operations."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
+from offloadzero.access.homes import Changes, HomeAccess, StateAccess
+from offloadzero.access.parameter import offload_parameter
+from offloadzero.access.tensor import RemoteTensor
+from offloadzero.access.weight import Weight
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
+from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
-from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.streaming.access.homes import HomeAccess
-from offloadzero.streaming.access.states import StateAccess
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.coded_gather import CodedGather
-from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
+
+
+class Units(Protocol):
+    """The units on the device, for reads and writes of single parameters; `index` is a record's, `place` a slot's."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a module is in its forward, or backward runs an operation on this thread."""
+
+    def on_device(self, index: int) -> torch.Tensor | None:
+        """The unit's parameters, shape (num_elements,), for an operation now; None where its home should be read."""
+
+    def pinned_parameters(self, index: int) -> torch.Tensor | None:
+        """The parameters of a unit whose module is in its forward, shape (num_elements,); else None."""
+
+    def forget_written(self, index: int) -> None:
+        """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
+
+    def gather(self, index: int, place: int, value: torch.Tensor) -> None:
+        """Make a parameter an ordinary one in `value` until `scatter`."""
+
+    def scatter(self, index: int, place: int) -> torch.Tensor:
+        """Undo `gather`; return the memory that the parameter has now."""
+
+    def gathered_in(self, index: int) -> Mapping[int, torch.Tensor]:
+        """The memory of the parameters that a script has gathered, by slot."""
 
 
 class WeightAccess:
@@ -30,18 +57,18 @@ class WeightAccess:
         self,
         store: TieredStore,
         homes: HomeAccess,
-        changes: UnitChanges,
-        reads: UnitReads,
+        changes: Changes,
+        units: Units,
         *,
-        coded: CodedGather,
+        is_coded: Callable[[Record, ParamSlot], bool],
     ) -> None:
-        """Make the access. `coded` knows which parameters come to a forward as codes."""
+        """Make the access. `is_coded` knows which parameters come to a forward as codes."""
         self.homes = homes
-        self._coded = coded
+        self._is_coded = is_coded
         self.states = StateAccess(homes)
         self._store = store
         self._changes = changes
-        self._reads = reads
+        self._units = units
         # By the id of a slot whose master was loaded: how many updates and writes it had, and a hash of its parameter.
         self._masters_loaded: dict[int, tuple[int, int, bytes]] = {}
 
@@ -119,18 +146,20 @@ class WeightAccess:
 
     def is_in_forward(self, record: Record) -> bool:
         """Whether a module that needs the record computes."""
-        return self._reads.pinned_parameters(record.index) is not None
+        return self._units.pinned_parameters(record.index) is not None
 
-    def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
+    def value(
+        self, record: Record, slot: ParamSlot, *, to_write: bool = False, is_exact: bool = False
+    ) -> torch.Tensor:
         """Return the parameter on the device, in its shape, for an operation that is launched next.
 
-        `to_write`: in memory of its own, and exact where what is on the device is what its codes mean; otherwise it may
-        be the unit's, and must not be written.
+        `to_write`: exact, and in memory of its own; otherwise it may be the unit's, and must not be written.
+        `is_exact`: also where what is on the device is what its codes mean.
         """
         if slot.trainable:
             self._changes.expect_step_taken(record.index)
-        reads_home = self._store.is_closed or (to_write and self._coded.is_coded(record, slot))
-        flat = None if reads_home else self._reads.on_device(record.index)
+        reads_home = self._store.is_closed or ((to_write or is_exact) and self._is_coded(record, slot))
+        flat = None if reads_home else self._units.on_device(record.index)
         if flat is None:
             return self.read(record, slot).to(self.device)
         value = slot.view_in(flat)
@@ -147,7 +176,7 @@ class WeightAccess:
                 return
             new = torch.where(changed, new.float(), self._master_of(record, slot, home))
         self.write(record, slot, new)
-        flat = self._reads.pinned_parameters(record.index)
+        flat = self._units.pinned_parameters(record.index)
         if flat is not None:
             slot.view_in(flat).copy_(value)
 
@@ -157,12 +186,12 @@ class WeightAccess:
 
         Raises StateError where it had only their codes.
         """
-        flat, slots = self._reads.pinned_parameters(record.index), [record.slots[place] for place in places]
+        flat, slots = self._units.pinned_parameters(record.index), [record.slots[place] for place in places]
         if flat is None:
             raise AssertionError(f"{record.name} is in no forward")
-        names = ", ".join(slot.name for slot in slots if self._coded.is_coded(record, slot))
+        names = ", ".join(slot.name for slot in slots if self._is_coded(record, slot))
         if names:
-            self._reads.forget_written(record.index)
+            self._units.forget_written(record.index)
             raise StateError(
                 f"{names}: written in place in a forward, whose weights came as int8 codes "
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
@@ -188,6 +217,65 @@ class WeightAccess:
             else:
                 master[(new == 0) | ~new.isfinite()] = 0
         self.homes.write(record, slot, parts)
+
+
+class SlotWeight(Weight):
+    """One parameter of an offloaded model."""
+
+    def __init__(self, access: WeightAccess, record: Record, slot: ParamSlot) -> None:
+        super().__init__(slot.name, slot.shape, record.dtype, access.device)
+        self._access = access
+        self._record = record
+        self._slot = slot
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The numbers of the unit's updates begun so far, and of writes to this parameter."""
+        return self._access.num_updates(self._record), self._slot.num_writes[SegmentKind.PARAM]
+
+    def read(self, *, to_write: bool = False) -> torch.Tensor:
+        """Return the value on the device."""
+        return self._access.value(self._record, self._slot, to_write=to_write)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Write a value to its home."""
+        self._access.replace(self._record, self._slot, value)
+
+    def count_write(self) -> None:
+        """Count a write in the module's forward, where graphs begin; a write elsewhere makes all graphs stale."""
+        if self._access.is_in_forward(self._record):
+            with DisableTorchFunctionSubclass():
+                increment_version(self._slot.param)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Do `param.data = value`. Raises ConfigError for another shape, dtype or device."""
+        if self.is_assigned_itself(value):
+            return
+        expect_alike(self.name, value, shape=self.shape, dtype=self.dtype)
+        if value.device.type != self.device.type:
+            raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
+        self.expect_own(value)
+        value = value.detach().clone()
+        self.leave_alias()
+        self.write(value)
+        self.count_write()  # refused: in torch a graph over the former memory would go on with it
+
+
+def answer_for(records: Iterable[Record], access: WeightAccess) -> None:
+    """Let `access` answer for the parameters of `records` outside their forwards: [Note: a parameter away]."""
+    for record in records:
+        for slot in record.slots:
+            offload_parameter(slot.param, SlotWeight(access, record, slot))
+
+
+def expect_alike(name: str, value: torch.Tensor, *, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless `value` has the dtype and shape of the parameter of that name."""
+    if value.dtype != dtype:
+        allowed = f"{dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
+        raise ConfigError(f"{name}.data", value.dtype, allowed)
+    if value.shape != shape:
+        before = "what changes it (resize_token_embeddings(), say) comes before offload()"
+        raise ConfigError(f"{name}.data", tuple(value.shape), f"shape {tuple(shape)}: {before}")
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
