@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from offloadzero.access.agreement import Announcements
+from offloadzero.access.gathered import ScriptBlocks
+from offloadzero.access.homes import HomeAccess
+from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
@@ -36,15 +40,10 @@ from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.job import Hypers
 from offloadzero.step.landing import Landing
+from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction import Reduction
-from offloadzero.step.script.param_grad import GradientAccess
-from offloadzero.step.script.window import GradientWindow
-from offloadzero.streaming.access.agreed_reads import Announcements
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
-from offloadzero.streaming.access.homes import HomeAccess
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.access.weights import WeightAccess
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.building.spill import file_bytes, host_bytes
 from offloadzero.streaming.building.units import UnitCut, cut_units
 from offloadzero.streaming.coded_gather import CodedGather
@@ -247,15 +246,13 @@ class Parts:
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
             loss_scale=policy.loss_scale,
         )
-        self.reads = UnitReads(executor)
-        self.announcements = Announcements(group, records, clock=clock, failures=failures)
+        self.announcements = Announcements(group, records)
         homes = HomeAccess(store, changes, clock=clock, group=group, announcements=self.announcements)
-        self.weights = WeightAccess(store, homes, changes, self.reads, coded=coded)
+        self.weights = WeightAccess(store, homes, changes, executor, is_coded=coded.is_coded)
         self.blocks = ScriptBlocks(
             self.weights,
-            self.reads,
+            executor,
             group=group,
-            coded=coded,
             records=records,
             announcements=self.announcements,
             clock=clock,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.buffers import write_buffer
+from offloadzero.checkpoint.module_states import write_buffer
 from offloadzero.config import OffloadConfig, expect_partitionable
 from offloadzero.config.schema import MeshConfig, ObserveConfig
 from offloadzero.core import launch

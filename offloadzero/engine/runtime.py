@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from offloadzero.access.weights import answer_for
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import uninterrupted
@@ -44,7 +45,6 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.step.job import Hypers
-from offloadzero.streaming.access.slot_weight import answer_for
 from offloadzero.streaming.building.original_form import OriginalForm, write_states
 from offloadzero.streaming.building.units import UnitCut, checkpointed_modules
 from offloadzero.streaming.hooks import ModelHooks
@@ -169,7 +169,6 @@ class Runtime:
             self.model,
             self._cut,
             executor=parts.executor,
-            reads=parts.reads,
             gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
             weights=parts.weights,
             blocks=parts.blocks,
@@ -288,8 +287,9 @@ class Runtime:
         self.parts.announcements.read_by_first(work, self.weights.homes.read)
 
     def announce_load(self) -> None:
-        """Raise StateError on all ranks unless all of them load a checkpoint now."""
-        self.parts.announcements.announce_load()
+        """Raise StateError on all ranks unless all load a checkpoint now: what they agree on has sizes of its own."""
+        with self.clock.waiting("state access"), self.store.failures.handed_over():
+            self.parts.announcements.announce("loads a checkpoint")
 
     def odd_ranks(self, what: str, text: str, *, of_part: str) -> list[int]:
         """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages.

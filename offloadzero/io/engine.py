@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from offloadzero.config import AioConfig
-from offloadzero.core.limits import GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
+from offloadzero.core.constants import GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
 from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
 from offloadzero.io.backends import (
     AioBackend,

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from offloadzero.core import interrupts
-from offloadzero.core.limits import GRID_BYTES
+from offloadzero.core.constants import GRID_BYTES
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.pages import map_pages

@@ -29,9 +29,9 @@ import torch
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
 from offloadzero.config import OffloadConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.observe.texts import format_bytes
 from offloadzero.update.records import Record

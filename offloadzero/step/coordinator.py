@@ -56,8 +56,8 @@ from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.job import Account, Hypers, StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
-from offloadzero.step.script.window import GradientWindow
 from offloadzero.step.step_decision import decide_step
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.pipeline import UpdatePipeline
@@ -218,7 +218,7 @@ class StepCoordinator:
                 first.show_assigned()
                 is_nested = self.collector.is_in_backward
                 if not (is_nested or self.policy.update_in_backward or torch.is_grad_enabled()):
-                    self._window.settle_passed_on()
+                    self._window.expect_none_given_away()
             except BaseException:
                 first.drop()
                 raise

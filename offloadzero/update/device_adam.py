@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.native import compact, kernels
+from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES, torch_step
+from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.optim import compact_tensors
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
@@ -79,7 +78,7 @@ def adam_step(
 ) -> None:
     """Do one Adam step in place on flat tensors of one device; see `native.kernels.adam_step`.
 
-    With `scales` the state is compact: see `native.compact.compact_adam_step`.
+    With `scales` the state is compact: see `native.kernels.compact_adam_step`.
 
     Args:
         scratch: uint8, for the form in torch operations; allocated if None.
@@ -91,10 +90,10 @@ def adam_step(
             raise AssertionError("a compact state without remainder")
         state, options = (param, grad, master, exp_avg, exp_avg_sq, scales), {}
     if form is UpdateForm.NATIVE:
-        native = kernels.adam_step if scales is None else compact.compact_adam_step
+        native = kernels.adam_step if scales is None else kernels.compact_adam_step
         native(*state, hyper=hyper, step=step, grad_scale=grad_scale, num_threads=num_threads, **options)
         return
-    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
+    scalars = hyper.scalars(step=step, grad_scale=grad_scale)
     if form is UpdateForm.TRITON:
         from offloadzero.arithmetic import triton_adam
 
@@ -159,5 +158,5 @@ def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
         kernels.split_master(weights, param, master)
         return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     record = compact_tensors.flat_record(param, compact_tensors.zeros(param))
-    compact.compact_encode(weights, exp_avg, exp_avg_sq, *record)
+    kernels.compact_encode(weights, exp_avg, exp_avg_sq, *record)
     return dict(zip(("param", "master", "exp_avg", "exp_avg_sq", "scales"), record, strict=True))

@@ -23,8 +23,8 @@ from types import MappingProxyType
 
 import torch
 
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import AllOf, Ticket

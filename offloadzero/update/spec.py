@@ -4,7 +4,7 @@
 A record's trainable elements keep, beside the parameter and its master, the states that the optimizer's spec names:
 fp32 segments under the names of torch's state dict. Everything that handles states (the plan of memory, the update,
 state dicts, checkpoints) asks the spec of the record. An optimizer is therefore one file in `specs/`, its kernel, its
-entry in `specs.SPECS`, and what the configuration says of it: its arguments in `config/optimizer.py` and the names of
+entry in `specs.SPECS`, and what the configuration says of it: its arguments in `config/schema.py` and the names of
 its states as keys of `offloadzero.placement`.
 
 A step is arithmetic per element with scalars of the param group, so it may be cut anywhere and gives the same bits on
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import MASTER_DTYPES
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
+from offloadzero.arithmetic.torch_steps import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
-from offloadzero.kernel_arguments.scalars import StepScalars
+from offloadzero.native.hyper import StepScalars
 
 log = logging.getLogger("offloadzero.update")
 

@@ -17,10 +17,10 @@ import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.compact import compact_adam_step, compact_encode
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_adam_step, compact_encode
 from offloadzero.planning.homes import place
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.update.records import Record, make_record, segment_slice

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from offloadzero.access.homes import HomeAccess
 from offloadzero.core.fail_points import Point, listening
 from offloadzero.errors import NonFiniteError, OffloadError
 from offloadzero.memory.arena import Lease
@@ -29,7 +30,6 @@ from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.pipeline import UpdatePipeline

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.access.parameter import get_data
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Arena
-from offloadzero.parameters.weight import get_data
 from tests.support import models
 from tests.support.faults import replaced
 from tests.support.models import Stack, TiedLM, features, tokens

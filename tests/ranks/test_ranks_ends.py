@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import offloadzero
+from offloadzero.access.homes import HomeAccess
 from offloadzero.api import checkpoints as engine_checkpoints
 from offloadzero.engine import runtime
 from offloadzero.engine.lifetime import wait_for_collected
@@ -32,7 +33,6 @@ from offloadzero.ranks.channel import LOOK_AGAIN_S, Channel
 from offloadzero.ranks.failure_store import FailureStore
 from offloadzero.ranks.process_groups import Ranks, make_room_for_groups
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.streaming.access.homes import HomeAccess
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
 

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.access.gathered import GatheredBlock, ScriptBlocks
 from offloadzero.ranks import process_groups
-from offloadzero.streaming.access.gathered_parameters import GatheredBlock
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train

@@ -16,7 +16,7 @@ ATTRIBUTES = {field.name for field in fields(RecordGradient)} | {"home", "device
 # By the file of their class: attributes that no other file of the package writes.
 OWN = {
     "step/record_gradient.py": ATTRIBUTES,
-    "step/script/param_grad.py": {"contribution", "is_dropped", "is_seen", "taken_in"},
+    "step/param_grad.py": {"contribution", "is_dropped", "is_seen", "taken_in"},
     "step/job.py": {"applied", "decided", "decision", "grad_scale", "is_closed", "ranges", "refused"},
     "memory/tickets.py": {"first", "given_up", "stop", "stop_was_raised", "threads", "was_raised"},
     "engine/lifetime.py": {"_abort", "_others_wait", "_parts"},

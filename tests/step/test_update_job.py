@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.step.job import Account, UpdateJob
 from offloadzero.step.record_gradient import Borrowed, RecordGradient
 from offloadzero.update.records import Record, make_record

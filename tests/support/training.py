@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.access.homes import HomeAccess
 from offloadzero.memory.store import Segment
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_place
 from offloadzero.update.records import Record

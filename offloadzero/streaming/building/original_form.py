@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from offloadzero.access.parameter import restore_parameter
+from offloadzero.access.weights import WeightAccess, encode
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.parameters.weight import restore_parameter
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.access.weights import WeightAccess, encode
 from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts, take
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_params, kept_place
