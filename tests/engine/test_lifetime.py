@@ -300,7 +300,7 @@ def test_an_engine_that_is_dropped_on_one_of_its_own_threads_is_freed(tmp_path: 
     threads = threads_of_ours()
     engine = make_engine(settings(tmp_path))
     train(engine, num_steps=1)
-    lane = engine.optimizer.runtime.store.h2d
+    lane = engine.optimizer.runtime.store.on_device.h2d
     gate = threading.Event()
 
     def work() -> None:
@@ -469,7 +469,7 @@ TERMINATED = """
         ctypes.PyDLL(None).sleep(60)
 
     def waiting(engine):
-        engine.optimizer.runtime.store.h2d.submit(lambda: time.sleep(60)).wait()
+        engine.optimizer.runtime.store.on_device.h2d.submit(lambda: time.sleep(60)).wait()
 
     def training(engine):
         train(engine, num_steps=100_000)

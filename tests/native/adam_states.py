@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 
 ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native import compact, kernels
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
+from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 
 ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
@@ -40,7 +40,7 @@ class Record:
     @staticmethod
     def of(master: Tensor, m: Tensor, v: Tensor, **kwargs: object) -> Record:
         record = Record.empty(master.numel())
-        compact.compact_encode(master, m, v, *record.tensors(), **kwargs)
+        kernels.compact_encode(master, m, v, *record.tensors(), **kwargs)
         return record
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -53,12 +53,12 @@ class Record:
         scales = self.scales[num_scales(start) : num_scales(stop)]
         return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
 
-    def step(self, grad: Tensor, **kwargs: object) -> float | None:
-        return compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
+    def step(self, grad: Tensor, **kwargs: object) -> None:
+        kernels.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
 
     def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         out = tuple(torch.empty(self.param.numel()) for _ in range(3))
-        compact.compact_decode(*self.tensors(), *out, **kwargs)
+        kernels.compact_decode(*self.tensors(), *out, **kwargs)
         return out
 
     def assert_same_bytes(self, other: Record) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from offloadzero.core.constants import COMPACT_BLOCK, COMPACT_BYTES_PER_PARAM
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK
-from offloadzero.native import compact, kernels
-from offloadzero.native.kernels import GradCheck, Isa
+from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import Isa
 from tests.native.compact_records import ADAMW, FLOATS, ISAS, L2, Record, make_grad, make_state, place
 
 SIZES = [1, 15, 16, 17, 127, 128, 129, 4097, 100_003]
@@ -244,8 +244,8 @@ def test_step_same_bytes_however_a_range_is_cut_at_block_borders(isa: Isa) -> No
 def test_bytes_per_parameter() -> None:
     n = 1 << 20
     num_bytes = sum(t.numel() * t.element_size() for t in Record.empty(n).tensors())
-    assert num_bytes == n * BYTES_PER_PARAM
-    assert BYTES_PER_PARAM <= 5.3
+    assert num_bytes == n * COMPACT_BYTES_PER_PARAM
+    assert COMPACT_BYTES_PER_PARAM <= 5.3
 
 
 # --- the right numbers ---
@@ -458,38 +458,6 @@ def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
     flushed.assert_same_bytes(expected)
 
 
-# --- the gradient check ---
-
-
-@pytest.mark.parametrize("n", [1, 4096, 100_003])
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-def test_norm_of_the_same_pass(grad_dtype: torch.dtype, n: int) -> None:
-    start, grad = Record.of(*make_state(n)), make_grad(n, grad_dtype)
-    plain = start.copy()
-    assert plain.step(grad, hyper=ADAMW, step=1) is None
-    for isa, num_threads in itertools.product(ISAS, (1, 3)):
-        for check in (GradCheck.REPORT, GradCheck.REFUSE):
-            record = start.copy()
-            norm = record.step(grad, hyper=ADAMW, step=1, isa=isa, num_threads=num_threads, grad_check=check)
-            assert norm == kernels.sq_norm(grad)
-            record.assert_same_bytes(plain)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_refused_gradients_leave_the_state_untouched(bad: float) -> None:
-    n = 50_000
-    start, grad = Record.of(*make_state(n)), make_grad(n, torch.bfloat16)
-    grad[n - 1] = bad
-    record = start.copy()
-    norm = record.step(grad, hyper=ADAMW, step=1, grad_check=GradCheck.REFUSE)
-    assert norm is not None
-    assert not math.isfinite(norm)
-    record.assert_same_bytes(start)
-    reported = record.step(grad, hyper=ADAMW, step=1, grad_check=GradCheck.REPORT)
-    assert reported is not None
-    assert not math.isfinite(reported)
-
-
 # --- large, refused ---
 
 
@@ -516,7 +484,7 @@ def _change(name: str, bad: Tensor) -> Callable[[], object]:
             "exp_avg_sq_u8": record.exp_avg_sq,
             "scales": record.scales,
         }
-        return compact.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
+        return kernels.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
 
     return call
 

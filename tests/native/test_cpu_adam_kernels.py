@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import _kernels, kernels
+from offloadzero.native.hyper import AdamHyper, StepScalars
 from offloadzero.native.kernels import Isa
 from tests.native.adam_states import (
     ADAMW,
@@ -125,7 +124,7 @@ def test_separate_torch_operations_give_the_same_bits(device: str, layout: str, 
         pytest.skip("needs a CUDA device")
     n = 20_011
     state, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
-    scalars = adam_scalars(hyper, step=5, grad_scale=1 / 3)
+    scalars = hyper.scalars(step=5, grad_scale=1 / 3)
     weights, exp_avg, exp_avg_sq = torch_step(state, grad.to(device), scalars)
     state.step(grad, hyper=hyper, step=5, grad_scale=1 / 3)
     assert torch.equal(to_bits(torch.from_numpy(state.weights())), to_bits(weights))

@@ -17,14 +17,13 @@ import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.compact import compact_adam_step, compact_encode
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_adam_step, compact_encode
 from offloadzero.planning.homes import place
 from offloadzero.planning.memory_plan import plan_memory
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record, make_record
+from offloadzero.update.records import Record, make_record, segment_slice
 from offloadzero.update.specs.adam import ADAM
 from tests.support.cases import IN_FULL
 from tests.support.checkpoints import reseal
@@ -219,7 +218,7 @@ def test_every_chunk_is_on_the_grid_of_direct_io(sizes: list[int]) -> None:
     """Chunks follow one another without gaps up to each segment's end, in whole blocks of 4096 bytes."""
     record = make(sizes)
     assert all(slot.offset % COMPACT_BLOCK == 0 for slot in record.slots)
-    for kind, (dtype, num_elements) in record.layout().items():
+    for kind, (dtype, num_elements) in record.layout.items():
         end = 0
         for start in range(0, record.num_trainable, 65_536):
             part = record.chunk_slice(kind, start, min(start + 65_536, record.num_trainable))
@@ -248,7 +247,7 @@ def test_only_bf16_records_are_compact() -> None:
         params = [("w", nn.Parameter(torch.zeros(300)), 0)]
         record = make_record(0, "unit", dtype, params, spec=ADAM, compact=True)
         assert not record.compact
-        assert record.layout() == make_record(0, "unit", dtype, params, spec=ADAM).layout()
+        assert record.layout == make_record(0, "unit", dtype, params, spec=ADAM).layout
 
 
 def test_bytes_per_parameter_on_the_host() -> None:

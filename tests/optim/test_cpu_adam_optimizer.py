@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.errors import ConfigError
-from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.optim.cpu_optimizers import CPUAdam
 
 SHAPES = [(257, 33), (1000,), (1,), (40_000,)]
 HALVES = [torch.bfloat16, torch.float16]

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.errors import ConfigError
-from offloadzero.optim.cpu_adagrad import CPUAdagrad
-from offloadzero.optim.cpu_lion import CPULion
 from offloadzero.optim.cpu_optimizer import CPUOptimizer
+from offloadzero.optim.cpu_optimizers import CPUAdagrad, CPULion
 from tests.support.lion import ExactLion
 
 SHAPES = [(57, 33), (1000,), (1,)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.api.param_groups import GroupMembers
+from offloadzero.api.optimizer import GroupMembers
 from offloadzero.errors import StateError
 from tests.support.plain_form import final_weights, make_model, make_optimizer, offloaded
 from tests.support.tiny import tokens

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.ranks import process_groups
-from offloadzero.step.account import Account, Accounts
+from offloadzero.ranks import channel, process_groups
 from offloadzero.step.collect import GradientCollector
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import Account
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -122,7 +123,7 @@ def wait_for_each_other(rank: int, directory: str) -> dict[str, str]:
         ),
     }
     said = {}
-    with patch.object(process_groups, "WAITED_S", 0.0):
+    with patch.object(channel, "WAITED_S", 0.0):
         for name, (stage, num_before, case) in cases.items():
             engine = engine_of(
                 config_of("host", stage, Path(directory), world_size=2, bf16={"enabled": not num_before})
@@ -159,7 +160,7 @@ def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(fou
 def take_one_micro_batch_more(rank: int, directory: str) -> list[str]:
     """One rank goes backward twice before a step that the other one has taken; by stage."""
     said = []
-    with patch.object(process_groups, "WAITED_S", 0.0):
+    with patch.object(channel, "WAITED_S", 0.0):
         for stage in (0, 1):
             config = config_of("host", stage, Path(directory), world_size=2)
             engine = engine_of(config | {"managed_gradient_accumulation": False})
@@ -348,11 +349,11 @@ class FrozenFirst(nn.Module):
 
 def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
     """What the lines of a script have raised, with and without a call of zero_grad() after each step."""
-    refuse = Accounts.refuse
+    refuse = Decider.refuse
 
-    def refuse_late(accounts: Accounts, account: Account, names: Sequence[str]) -> None:
+    def refuse_late(decider: Decider, account: Account, names: Sequence[str]) -> None:
         time.sleep(0.7 * rank)
-        refuse(accounts, account, names)
+        refuse(decider, account, names)
 
     found = []
     for drops in (False, True):
@@ -360,7 +361,7 @@ def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
         del config["offloadzero"]["units"]["patterns"]
         engine, *_ = offloadzero.initialize(model=FrozenFirst(), config=config)
         said = []
-        with patch.object(Accounts, "refuse", refuse_late):
+        with patch.object(Decider, "refuse", refuse_late):
             for number in range(5):
                 line = "forward"
                 try:

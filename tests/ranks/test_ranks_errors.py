@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 import offloadzero
+from offloadzero.engine.join import expect_own_queues
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.ranks.join import expect_own_queues
 from tests.support.faults import fails
 from tests.support.ranks import Found, RanksError, run_in_turn, run_ranks
 from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train

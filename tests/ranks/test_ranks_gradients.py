@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
-from offloadzero.ranks.process_groups import Channel
+from offloadzero.ranks.channel import Channel
 from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import (
     OddModel,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.ranks import process_groups
-from offloadzero.ranks.process_groups import Channel
+from offloadzero.ranks.channel import Channel
 from offloadzero.schedule.prefetch import Evict
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.streaming.executor import Executor

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero.config import PARTITION_KEY
-from offloadzero.core.limits import GRID_BYTES
+from offloadzero.core.constants import GRID_BYTES
 from offloadzero.core.segments import TierName
 from tests.support import faults, meshes
 from tests.support.ranks import Found, run_in_turn

@@ -17,8 +17,7 @@ ATTRIBUTES = {field.name for field in fields(RecordGradient)} | {"home", "device
 OWN = {
     "step/record_gradient.py": ATTRIBUTES,
     "step/param_grad.py": {"contribution", "is_dropped", "is_seen", "taken_in"},
-    "step/account.py": {"applied", "is_closed", "refused"},
-    "step/job.py": {"decision", "decided", "grad_scale", "ranges"},
+    "step/job.py": {"applied", "decided", "decision", "grad_scale", "is_closed", "ranges", "refused"},
     "memory/tickets.py": {"first", "given_up", "stop", "stop_was_raised", "threads", "was_raised"},
     "engine/lifetime.py": {"_abort", "_others_wait", "_parts"},
 }
