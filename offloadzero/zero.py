@@ -20,7 +20,7 @@ from offloadzero.config import OffloadConfig, create_nvme_directories, load_conf
 from offloadzero.core import launch
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.engine.process_group import telling_others
+from offloadzero.engine.join import telling_others
 from offloadzero.engine.runtime import Runtime, runtime_of
 from offloadzero.errors import ConfigError, OffloadError, StateError
 from offloadzero.memory.pages import FreedMemory

@@ -20,9 +20,8 @@ from contextlib import suppress
 
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import RankError, StateError
-from offloadzero.ranks.comparing import digest
-from offloadzero.ranks.failure_board import is_fake
-from offloadzero.ranks.group import Group
+from offloadzero.ranks.failure_store import is_fake
+from offloadzero.ranks.group import Group, digest
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

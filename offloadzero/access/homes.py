@@ -20,12 +20,10 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.ranks.group import Group
-from offloadzero.ranks.parts import gather_parts
+from offloadzero.ranks.group import Group, gather_parts
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_parts, kept_place
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record
+from offloadzero.update.records import Record, segment_slice
 from offloadzero.update.spec import StateCodes
 
 

@@ -148,6 +148,10 @@ def end_graph(reason: str) -> None:
         raise importlib.import_module("torch._dynamo.exc").Unsupported(reason)
 
 
+# torch's method without its decorator, which imports the compiler to keep it out.
+add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
 def import_compiler() -> None:
     """Import the compiler, as torch.utils.checkpoint does in its first call.
 

@@ -10,9 +10,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from offloadzero.config.batch import resolve_batch
-from offloadzero.config.reading.parse import MAX_COUNT, read_int
-from offloadzero.config.schema import BatchConfig
+from offloadzero.config.readers import MAX_COUNT, read_int
+from offloadzero.config.schema import BatchConfig, resolve_batch
 from offloadzero.core.torch_private import running_backward
 from offloadzero.errors import ConfigError, StateError
 

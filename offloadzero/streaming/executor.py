@@ -31,7 +31,6 @@ from offloadzero.ranks.group import Group
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.flat_layout import slot_layout
@@ -64,18 +63,18 @@ class Executor:
         self.residency = ResidencyPolicy(
             self.units, arena_bytes=unit_arena.num_bytes, by_order=not self._is_alone
         )
-        self._fetches = UnitFetches(store, staging=staging, clock=clock, gather=gather)
         self.leases = UnitLeases(
             self.units,
             store,
             arena=unit_arena,
             residency=self.residency,
-            fetches=self._fetches,
+            staging=staging,
+            gather=gather,
             clock=clock,
         )
         self.pins = self.residency.pins  # for reading
         self.changes = UnitChanges(
-            self.units, self.leases, self._fetches, store, pins=self.pins, clock=clock, lock=self._lock
+            self.units, self.leases, gather, store, pins=self.pins, clock=clock, lock=self._lock
         )
         self._spoiled: set[int] = set()  # units in a forward whose lease has other values than their home
         self._num_forwards = 0  # the number of nested forwards of sites
@@ -282,20 +281,8 @@ class Executor:
         """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
         self._spoiled.add(index)
 
-    def gradients_complete(self, index: int) -> None:
-        """End the unit's use: no operation of this backward reads its weights any more.
-
-        Over several ranks it goes on until the next one, or the end of the backward: [Note: what a rank fetches].
-        """
-        if self._is_alone:
-            self._end_use(index)
-
-    def end_backward(self) -> None:
-        """End the uses of this backward, whose end all ranks have reached."""
-        if not self._is_alone and self.residency.current >= 0:
-            self._end_use(self.residency.current)
-
-    def _end_use(self, index: int) -> None:
+    def end_use(self, index: int) -> None:
+        """End the unit's use, if it is in use: no operation of this backward reads its weights any more."""
         with self._lock:
             self.residency.end_use(index)
             self.leases.prefetch()
@@ -303,7 +290,7 @@ class Executor:
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
-        return self._fetches.read_home(unit)
+        return self.leases.read_home(unit)
 
     # --- reads outside of the module's forward, and parameters that a script has gathered ---
 

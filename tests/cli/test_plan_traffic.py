@@ -24,7 +24,7 @@ from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import AFTER, StepTraffic, work_of_step
 from offloadzero.streaming.residency import ResidencyPolicy
-from offloadzero.streaming.unit_fetches import UnitFetches
+from offloadzero.streaming.unit_leases import UnitLeases
 from tests.cli.test_plan_model import CONFIGS, PLENTY
 from tests.planning.planners import planner_of
 from tests.support import models
@@ -169,9 +169,9 @@ def test_a_step_fetches_in_the_simulated_order(
     work = work_of_step(planned.records, planned.plan, planned.config, uses=uses_of(planned.cut))
     simulated = [planned.records[unit].index for _, unit in work.fetches(num_micro)]
     log: list[tuple[bool, int]] = []  # whether it is a use, and of which unit
-    submit, begin_use = UnitFetches.submit, ResidencyPolicy.begin_use
+    submit, begin_use = UnitLeases.submit, ResidencyPolicy.begin_use
 
-    def submitted(fetches: UnitFetches, unit: Any, target: torch.Tensor) -> Any:
+    def submitted(fetches: UnitLeases, unit: Any, target: torch.Tensor) -> Any:
         log.append((False, unit.record.index))
         return submit(fetches, unit, target)
 
@@ -179,7 +179,7 @@ def test_a_step_fetches_in_the_simulated_order(
         log.append((True, index))
         begin_use(policy, index, evaluating=evaluating)
 
-    monkeypatch.setattr(UnitFetches, "submit", submitted)
+    monkeypatch.setattr(UnitLeases, "submit", submitted)
     monkeypatch.setattr(ResidencyPolicy, "begin_use", used)
     torch.manual_seed(1)
     engine, *_ = offloadzero.initialize(model=models.Stack(), config=config)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from offloadzero.config import BatchConfig, OffloadConfig, load_config
-from offloadzero.config.declared import shown
 from offloadzero.config.keys import OWN_KEYS, Action, KeySpec, Kind
+from offloadzero.config.readers import shown
 from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
 from tests.config.blocks import NEEDED, TABLES, keys_with, nested, type_that_takes

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.api.deepspeed.schedules import WarmupDecayLR, WarmupLR
 from offloadzero.config import BatchConfig, OffloadConfig, PlacementConfig, load_config
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.lr_schedules import WarmupDecayLR, WarmupLR
 from tests.support.tiny import TinyModel, settings, tokens
 
 NOBODY = '"auto" is for the Hugging Face Trainer to resolve, and nobody has'

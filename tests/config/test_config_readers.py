@@ -102,7 +102,7 @@ FIELDS = {
     if not is_container(field)
 } - OF_A_MESH
 # Where a configuration is made: what only this reads is not used. The last of what is made settles what was left open.
-IS_MADE_BY, SETTLES = "config.", "config.settle"
+IS_MADE_BY, SETTLES = "config.", "config.load"
 
 
 def test_each_field_is_read_outside_its_room(readers: dict[str, set[str]]) -> None:

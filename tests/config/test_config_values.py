@@ -25,10 +25,8 @@ from offloadzero.config import (
     UpdateConfig,
     load_config,
 )
-from offloadzero.config.batch import resolve_batch
-from offloadzero.config.declared import own_keys
-from offloadzero.config.reading.own_values import read_multiple
-from offloadzero.config.reading.parse import read_float, read_int, read_num_bytes
+from offloadzero.config.readers import own_keys, read_float, read_int, read_multiple, read_num_bytes
+from offloadzero.config.schema import resolve_batch
 from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
 from tests.config.blocks import TABLES, adam, nested

@@ -22,7 +22,6 @@ from tests.support.tiny import TinyModel, all_states, make_engine, settings, tok
 PLACEMENTS: dict[str, Any] = {
     "device": "device",
     "host": "host",
-    "nvme": "nvme",
     "mixed": {"param": "nvme", "master": "host", "exp_avg": "device", "exp_avg_sq": "nvme"},
     "device homes": {"param": "device", "master": "nvme", "exp_avg": "host", "exp_avg_sq": "host"},
 }

@@ -58,16 +58,15 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "is_measured"),
     [
-        {"placement": {"param": "host", "states": "nvme"}, "gradient_clipping": 1.0},
-        {"placement": "nvme", "gradient_accumulation_steps": 2},
-        {"placement": "host", "activation_checkpoints": {"tier": "host"}},
-        {"placement": "host"},
+        ({"placement": {"param": "host", "states": "nvme"}, "gradient_clipping": 1.0}, True),
+        ({"placement": "nvme", "gradient_accumulation_steps": 2}, False),
+        ({"placement": "host", "activation_checkpoints": {"tier": "host"}}, True),
+        ({"placement": "host"}, False),
     ],
-    ids=["clipped", "accumulated", "checkpointed", "updated in backward"],
+    ids=["clipped, by its own rates", "accumulated", "checkpointed, by its own rates", "updated in backward"],
 )
-@pytest.mark.parametrize("is_measured", [False, True], ids=["by blocks", "by its own rates"])
 def test_it_is_the_plans(
     keys: dict[str, Any],
     is_measured: bool,

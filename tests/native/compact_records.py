@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native import compact
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
+from offloadzero.native import kernels
 from tests.native.kernel_states import place
 
 
@@ -29,7 +29,7 @@ class Record:
     @staticmethod
     def of(master: Tensor, m: Tensor, v: Tensor, **kwargs: object) -> Record:
         record = Record.empty(master.numel())
-        compact.compact_encode(master, m, v, *record.tensors(), **kwargs)
+        kernels.compact_encode(master, m, v, *record.tensors(), **kwargs)
         return record
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -42,12 +42,12 @@ class Record:
         scales = self.scales[num_scales(start) : num_scales(stop)]
         return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
 
-    def step(self, grad: Tensor, **kwargs: object) -> float | None:
-        return compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
+    def step(self, grad: Tensor, **kwargs: object) -> None:
+        kernels.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
 
     def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         out = tuple(torch.empty(self.param.numel()) for _ in range(3))
-        compact.compact_decode(*self.tensors(), *out, **kwargs)
+        kernels.compact_decode(*self.tensors(), *out, **kwargs)
         return out
 
     def weights(self) -> np.ndarray:

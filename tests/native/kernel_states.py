@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 
 ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
@@ -76,9 +76,9 @@ class State:
         bits = (hi * 65536 + self.master.numpy().astype(np.int64)) % 2**32
         return bits.astype(np.uint32).view(np.float32)
 
-    def step(self, grad: Tensor, **kwargs: object) -> float | None:
+    def step(self, grad: Tensor, **kwargs: object) -> None:
         """One step of Adam."""
-        return kernels.adam_step(self.param, grad, *self.moments, master=self.master, **kwargs)
+        kernels.adam_step(self.param, grad, *self.moments, master=self.master, **kwargs)
 
     def assert_same_bits(self, other: State) -> None:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.native.kernels import Isa
 from tests.native.compact_records import Record
 from tests.native.kernel_states import ADAMW, ISAS

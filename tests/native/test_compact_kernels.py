@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from offloadzero.core.constants import COMPACT_BLOCK, COMPACT_BYTES_PER_PARAM
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK
-from offloadzero.native import compact
+from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 from tests.native.compact_records import Record, make_grad, make_state
 from tests.native.kernel_states import ADAMW, FLOATS, ISAS, L2
@@ -222,8 +222,8 @@ def test_step_same_bytes_however_a_range_is_cut_at_block_borders(isa: Isa) -> No
 def test_bytes_per_parameter() -> None:
     n = 1 << 20
     num_bytes = sum(t.numel() * t.element_size() for t in Record.empty(n).tensors())
-    assert num_bytes == n * BYTES_PER_PARAM
-    assert BYTES_PER_PARAM <= 5.3
+    assert num_bytes == n * COMPACT_BYTES_PER_PARAM
+    assert COMPACT_BYTES_PER_PARAM <= 5.3
 
 
 # --- the right numbers ---
@@ -462,7 +462,7 @@ def _change(name: str, bad: Tensor) -> Callable[[], object]:
             "exp_avg_sq_u8": record.exp_avg_sq,
             "scales": record.scales,
         }
-        return compact.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
+        return kernels.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
 
     return call
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import _kernels, kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
 from tests.native.kernel_states import (
     ADAMW,

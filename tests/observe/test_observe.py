@@ -410,7 +410,7 @@ class WaitWatch:
         for kind in (LaneTicket, Promise, AioTicket):
             self._watch(monkeypatch, kind, "wait", lambda ticket: not ticket.done())
         self._watch(monkeypatch, LaneTicket, "order_compute", lambda ticket: not ticket.done())
-        self._watch(monkeypatch, BufferPool, "take", lambda pool: not pool.num_free)
+        self._watch(monkeypatch, BufferPool, "take", lambda pool: not pool._free)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import device_math
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import num_scales
-from offloadzero.native.compact import compact_encode
+from offloadzero.core.constants import num_scales
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.native.compact_records import make_grad, make_state

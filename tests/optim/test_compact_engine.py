@@ -17,13 +17,12 @@ import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.compact import compact_adam_step, compact_encode
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_adam_step, compact_encode
 from offloadzero.planning.homes import place
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record, make_record
+from offloadzero.update.records import Record, make_record, segment_slice
 from offloadzero.update.specs.adam import ADAM
 from tests.support.cases import IN_FULL
 from tests.support.checkpoints import reseal
@@ -217,7 +216,7 @@ def test_every_chunk_is_on_the_grid_of_direct_io(sizes: list[int]) -> None:
     """Chunks follow one another without gaps up to each segment's end, in whole blocks of 4096 bytes."""
     record = make(sizes)
     assert all(slot.offset % COMPACT_BLOCK == 0 for slot in record.slots)
-    for kind, (dtype, num_elements) in record.layout().items():
+    for kind, (dtype, num_elements) in record.layout.items():
         end = 0
         for start in range(0, record.num_trainable, 65_536):
             part = record.chunk_slice(kind, start, min(start + 65_536, record.num_trainable))

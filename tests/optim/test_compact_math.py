@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import compact_math, device_math
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.compact import compact_decode, compact_encode
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
+from offloadzero.native.kernels import compact_decode, compact_encode
 from tests.native.compact_records import make_state
 from tests.native.test_compact_dither import dither
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.arithmetic import compact_math
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
-from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.optim.cpu_optimizers import CPUAdam
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.optim.test_cpu_optimizers import SHAPES, clones, make_params, set_grads, train

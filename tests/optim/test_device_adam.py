@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.native.compact_records import make_grad

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadzero.arithmetic import device_math, torch_adam
-from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.arithmetic import device_math, torch_steps
+from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.core.segments import TierName
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.native import kernels
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.update import spec
@@ -70,7 +69,7 @@ def test_the_torch_form_takes_nothing_beside_its_scratch(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for numbers per block, and the dither of one block. A device has no need of fp64 for a root."""
-    monkeypatch.setattr(torch_adam, "sqrt_", Tensor.sqrt_)
+    monkeypatch.setattr(torch_steps, "sqrt_", Tensor.sqrt_)
     num_blocks = 300
     state, grad = make(layout, 40_000), make_grad(40_000, torch.bfloat16)
     scratch = scratch_for(layout, num_blocks)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from offloadzero.config import SchedulerConfig
-from offloadzero.errors import ConfigError
-from offloadzero.lr_schedules import (
+from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
+from offloadzero.api.deepspeed.schedules import (
     DEEPSPEED_SCHEDULES,
     OneCycle,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    build_lr_scheduler,
 )
+from offloadzero.config import SchedulerConfig
+from offloadzero.errors import ConfigError
 
 
 def adam(*lrs: float) -> torch.optim.AdamW:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero import zero
 from offloadzero.arithmetic import device_math
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.arithmetic.torch_steps import FP32_SCRATCH_BYTES
 from offloadzero.checkpoint import states
 from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.config import load_config
 from offloadzero.config.keys import OWN_KEYS
-from offloadzero.config.optimizer import OPTIMIZERS
+from offloadzero.config.schema import OPTIMIZERS
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim import CPULion

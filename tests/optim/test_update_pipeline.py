@@ -19,13 +19,13 @@ from offloadzero.config import AioConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine import build
 from offloadzero.errors import AioError, OffloadError
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.step import landing
 from offloadzero.update.delivery import UpdateTicket
 from offloadzero.update.flat_layout import ParamSlot

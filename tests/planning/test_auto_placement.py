@@ -66,7 +66,7 @@ def unbounded(config: OffloadConfig) -> OffloadConfig:
 
 
 def all_in(units: Sequence[Record], tier: TierName) -> dict[tuple[int, SegmentKind], TierName]:
-    kinds = {unit.index: [*unit.layout(), *([GRAD] if unit.num_trainable else [])] for unit in units}
+    kinds = {unit.index: [*unit.layout, *([GRAD] if unit.num_trainable else [])] for unit in units}
     return {(index, kind): tier for index, found in kinds.items() for kind in found}
 
 

@@ -72,7 +72,7 @@ def away(plan: MemoryPlan, *kinds: Any) -> int:
 def room_for_some(units: list[Record], **keys: Any) -> OffloadConfig:
     """A host budget with room for half of the states, and no record on the device."""
     config = auto(10 * COUNT, 0, **keys)
-    nothing = {(unit.index, kind): NVME for unit in units for kind in (*unit.layout(), GRAD)}
+    nothing = {(unit.index, kind): NVME for unit in units for kind in (*unit.layout, GRAD)}
     needed = plan_memory(units, unbounded(config), placement=nothing).tier_bytes(HOST)
     return replace(config, budgets=BudgetConfig(10 * COUNT, needed + 5 * NUM * (COUNT + 4096)))
 

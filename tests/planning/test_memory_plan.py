@@ -230,7 +230,7 @@ def test_bytes_per_parameter(dtype: torch.dtype, per_parameter: int, tier: str) 
     plan = plan_memory(units, config(everything(tier)))
     homes = homes_of(plan, TierName(tier))
     grads = homes.pop("grad", 0)
-    apart = PAGE * sum(len(unit.layout()) for unit in units) if tier == "host" else 0
+    apart = PAGE * sum(len(unit.layout) for unit in units) if tier == "host" else 0
     assert sum(homes.values()) == per_parameter * 3 * COUNT + apart
     # On the device the gradient has a home; elsewhere it is consumed as it lands.
     assert grads == (dtype.itemsize * 3 * COUNT if tier == "device" else 0)

@@ -21,7 +21,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
 from offloadzero.ranks import process_groups
-from offloadzero.ranks.agreement import _told
+from offloadzero.ranks.process_groups import _told
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, micro_batch, said_of, train

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from tests.support.tiny import TinyModel, settings
+from tests.support.tiny import TinyModel, settings, tokens
 from tests.support.training import PLACEMENTS
 
 # Homes of gradients: the device, the host, and all three.
@@ -53,6 +53,18 @@ def offloaded(
         yield model, optimizer
     finally:
         optimizer.close()
+
+
+def plain_steps(model: Any, optimizer: Any, seeds: Iterable[int], **batch: int) -> list[float]:
+    """The losses of a plain loop."""
+    losses = []
+    for seed in seeds:
+        loss = model(tokens(seed, **batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:

@@ -91,6 +91,14 @@ def make_config(
     return merge(base, over)
 
 
+def one_step(engine: Any, *batch: Any) -> float:
+    """The loss of a micro batch, on which an engine trains."""
+    loss = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
 @dataclass
 class Outcome:
     """What a run leaves behind. `states` is torch's optimizer state: number of the parameter -> tensors."""
