@@ -13,7 +13,7 @@ Runs of one seed see the same initial weights and the same batches and differ in
 - shaken: the same, but every weight starts one bf16 step up or down, at random: how far a difference of the size of
   a rounding in every weight takes it, without any in the states;
 - compact: 8-bit remainder, exp_avg and the square root of exp_avg_sq companded to 8 bits each, the kernel of
-  `offloadzero.native.compact`;
+  `offloadzero.native.kernels`;
 - compact_shaken: the same from the start of `shaken`: how much of compact's distance is chaos;
 - naive: the same remainder, bytes and blocks, but exp_avg and exp_avg_sq are rounded linearly to their block's largest
   magnitude. In torch operations, here.
@@ -45,10 +45,14 @@ import torch  # noqa: E402
 from gpt_model import GPT, GPTSize, Text, num_params  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales  # noqa: E402
-from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode  # noqa: E402
-from offloadzero.native.kernels import adam_step  # noqa: E402
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales  # noqa: E402
+from offloadzero.native.hyper import AdamHyper  # noqa: E402
+from offloadzero.native.kernels import (  # noqa: E402
+    adam_step,
+    compact_adam_step,
+    compact_decode,
+    compact_encode,
+)
 
 SIZE = GPTSize(num_layers=6, width=384, num_heads=6)
 SEQ_LEN = 64

@@ -27,7 +27,7 @@ from offloadzero.cli.output import (
     save_json,
     text_table,
 )
-from offloadzero.config.reading.parse import read_num_bytes
+from offloadzero.config.readers import read_num_bytes
 from offloadzero.observe.texts import size_text
 from offloadzero.planning.machine import describe_machine, describe_versions
 

@@ -40,11 +40,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.simulated.device import simulated  # noqa: E402
-
-try:
-    from tests.support.models import Stack, features
-except ModuleNotFoundError:  # a version whose tests lie in one folder
-    from tests.support.models import Stack, features
+from tests.support.models import Stack, features  # noqa: E402
 
 NUM_STEPS = 6  # the steps that count
 ROWS = 97  # an input of a block is large enough to leave the device

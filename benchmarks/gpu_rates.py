@@ -27,12 +27,12 @@ import torch  # noqa: E402
 from gpu_machine import available_memory  # noqa: E402
 
 from offloadzero.cli.plan.computation import block_rates  # noqa: E402
-from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
 from offloadzero.memory.arena import allocate_host  # noqa: E402
 from offloadzero.memory.device import find_device  # noqa: E402
 from offloadzero.memory.lanes import Accelerator  # noqa: E402
 from offloadzero.memory.pages import populate  # noqa: E402
 from offloadzero.memory.tickets import Failures  # noqa: E402
+from offloadzero.native.hyper import AdamHyper  # noqa: E402
 from offloadzero.update.device_adam import adam_step  # noqa: E402
 from offloadzero.update.spec import UpdateForm, device_form  # noqa: E402
 from offloadzero.update.specs.adam import ADAM  # noqa: E402

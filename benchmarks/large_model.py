@@ -37,7 +37,7 @@ from llama_model import SIZES, Llama, LlamaSize, size_with  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import offloadzero  # noqa: E402
-from offloadzero.config.reading.parse import read_num_bytes  # noqa: E402
+from offloadzero.config.readers import read_num_bytes  # noqa: E402
 from offloadzero.errors import BudgetError  # noqa: E402
 from offloadzero.memory.device import find_device  # noqa: E402
 

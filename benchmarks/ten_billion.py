@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from arguments import read_count  # noqa: E402
 
-from offloadzero.config.reading.parse import read_num_bytes  # noqa: E402
+from offloadzero.config.readers import read_num_bytes  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "train_10b.py"
 GIB = 1 << 30

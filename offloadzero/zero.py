@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from offloadzero.access.gathered import GatheredBlock
 from offloadzero.api.optimizer import ConfigSource
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
 from offloadzero.core import launch
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.engine.process_group import telling_others
+from offloadzero.engine.join import telling_others
 from offloadzero.engine.runtime import Runtime, runtime_of
 from offloadzero.errors import ConfigError, OffloadError, StateError
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.ranks.shard import divides_params
-from offloadzero.streaming.access.gathered_parameters import GatheredBlock
 from offloadzero.streaming.building.spill import (
     SpilledWeight,
     can_spill,

@@ -18,7 +18,7 @@ namespace {
 using namespace offloadzero;
 using namespace offloadzero::aio;
 
-// As in offloadzero/core/limits.py.
+// As in offloadzero/core/constants.py.
 constexpr uint64_t MIN_BLOCK_SIZE = 4096, MAX_BLOCK_SIZE = uint64_t{1} << 30;
 constexpr uint64_t MAX_THREAD_DEPTH = 4096, MAX_NUM_THREADS = 256;
 constexpr long long MAX_DELAY_MS = 1'000'000'000;

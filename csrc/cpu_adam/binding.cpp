@@ -15,7 +15,7 @@ using namespace offloadzero;
 using namespace offloadzero::cpu_adam;
 using Address = uint64_t;
 
-constexpr int MAX_THREADS = 1024;  // as in offloadzero/core/limits.py
+constexpr int MAX_THREADS = 1024;  // as in offloadzero/core/constants.py
 constexpr uint64_t DTYPE_BYTES[NUM_DTYPES] = {2, 2, 4};
 constexpr uint64_t PARAM_BYTES[NUM_LAYOUTS] = {2, 4, 2, 2};
 constexpr uint64_t MASTER_BYTES[NUM_LAYOUTS] = {2, 0, 4, 4};

@@ -7,50 +7,26 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from offloadzero.activations.input_parts import InputPart, InputParts
 from offloadzero.activations.memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
-from offloadzero.config import AioConfig
+from offloadzero.config import OffloadConfig
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
-from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
+from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, Slots, align_up
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
-from offloadzero.memory.slots import Slots
 from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import Extent, Home
-from offloadzero.memory.transfer import Fetcher, Sender, Sent
+from offloadzero.memory.transfer import Fetcher, FileWay, Sender, Sent, Staging
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
-
-
-class InputSpace(Protocol):
-    """The part of a tier that holds inputs."""
-
-    tier: TierName
-
-    def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
-        """Take a home for an input of the call of this number. Raises BudgetError."""
-
-    def give_back(self, home: Home) -> None:
-        """Give a home back."""
-
-    def reserved(self) -> dict[TierName, int]:
-        """The bytes taken so far beside the plan."""
-
-    def file_engine(self) -> str | None:
-        """The file engine that moves the inputs, and how, once one does."""
-
-    def close(self) -> None:
-        """Give the memory and the file back."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +66,7 @@ class InputHomes:
     """The transfers of inputs to and from one tier: [Note: one way in and out]."""
 
     def __init__(
-        self, space: InputSpace, *, sender: Sender, fetcher: Fetcher, parts: InputParts | None
+        self, space: MemorySpace | FileSpace, *, sender: Sender, fetcher: Fetcher, parts: InputParts | None
     ) -> None:
         """Make the homes. `parts` divides inputs among ranks; None: this one keeps them whole."""
         self.space = space
@@ -201,6 +177,7 @@ class MemorySpace:
             self._planned = buffer, memory.planned.home_slots(buffer.numel())
 
     def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
+        """Take a home for an input of the call of this number. Raises BudgetError."""
         num_bytes = num_elements * dtype.itemsize
         buffer = self._take(num_bytes, label, call)
         self._buffers[buffer.data_ptr()] = buffer
@@ -231,6 +208,7 @@ class MemorySpace:
                     raise
 
     def give_back(self, home: Home) -> None:
+        """Give a home back."""
         buffer = self._buffers.pop(home.memory.data_ptr())
         if self._poison:
             buffer.fill_(0xFF)  # NaN in bf16, fp16 and fp32
@@ -241,12 +219,15 @@ class MemorySpace:
             slots.give(buffer.data_ptr() - whole.data_ptr(), buffer.numel())
 
     def reserved(self) -> dict[TierName, int]:
+        """The bytes taken so far beside the plan."""
         return {} if self._memory.planned is not None else {self.tier: self._memory.taken_bytes}
 
     def file_engine(self) -> str | None:
+        """The file engine that moves the inputs, and how, once one does."""
         return None
 
     def close(self) -> None:
+        """Give the memory back."""
         self._free = []
         self._memory.free_all()
 
@@ -278,6 +259,7 @@ class FileSpace:
             self.files = open_tier(memory.planned.nvme_bytes)
 
     def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
+        """As in memory."""
         size = align_up(num_elements * dtype.itemsize)
         if self._slots is None:
             offset = self._take_grown(size, label)
@@ -355,7 +337,7 @@ class FileSpace:
         self._memory.free_all()
 
 
-class InputStaging:
+class InputStaging(Staging):
     """Pinned buffers for one direction that grow to the sizes they are taken for."""
 
     def __init__(
@@ -366,14 +348,9 @@ class InputStaging:
         self._memory = memory
         self._failures = store.failures
         self._clock = clock
-        self._pool = BufferPool((), failures=store.failures, poison=store.poison)
+        super().__init__(BufferPool((), failures=store.failures, poison=store.poison))
         for _ in range(NUM_INPUT_STAGING):
             self._pool.give_back(_no_buffer())
-
-    @property
-    def num_free(self) -> int:
-        """The number of buffers that are not in use."""
-        return self._pool.num_free
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:
         """Take a buffer of at least `num_bytes`. Raises BudgetError."""
@@ -407,23 +384,19 @@ class InputStaging:
         self._space.register(grown.bytes)
         return grown
 
-    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """Give a buffer back; the next taker waits for `last_use`."""
-        self._pool.give_back(buffer, last_use=last_use)
-
 
 def _no_buffer() -> PooledBuffer:
     return PooledBuffer(torch.empty(0, dtype=torch.uint8, device="cpu"))  # of no size yet
 
 
-def homes_in_memory(space: MemorySpace, *, store: TieredStore, parts: InputParts | None = None) -> InputHomes:
+def homes_in_memory(space: MemorySpace, *, store: TieredStore, parts: InputParts | None) -> InputHomes:
     """Make the homes of inputs that wait in memory."""
     d2h = store.accelerator.lane("activation-d2h", store.failures)
     h2d = store.accelerator.lane("activation-h2d", store.failures)
     return InputHomes(
         space,
-        sender=Sender(store, lane=d2h, writer=None, staging=None),
-        fetcher=Fetcher(store, lane=h2d, reader=None, staging=None),
+        sender=Sender(store, lane=d2h, files=None),
+        fetcher=Fetcher(store, lane=h2d, files=None),
         parts=parts,
     )
 
@@ -435,29 +408,31 @@ def homes_on_file(
     store: TieredStore,
     clock: StepClock,
     reserve: Reserve,
-    paths: Sequence[Path],
-    aio: AioConfig,
-    parts: InputParts | None = None,
+    config: OffloadConfig,
+    parts: InputParts | None,
 ) -> InputHomes:
     """Make the homes of inputs that leave the device for files of their own."""
     space = FileSpace(
         memory,
         ended,
         reserve=reserve,
-        open_tier=lambda size: NvmeTier(paths, num_bytes=size, aio=aio, timeline=store.timeline),
-        has_checksums=aio.checksums,
+        open_tier=lambda size: NvmeTier(
+            config.nvme_paths, num_bytes=size, aio=config.aio, timeline=store.timeline
+        ),
+        has_checksums=config.aio.checksums,
     )
     sender = Sender(
         store,
         lane=store.accelerator.lane("activation-d2h", store.failures),
-        writer=Lane("activation-write", store.failures),
-        staging=InputStaging(space, memory, store, clock),
+        files=FileWay(Lane("activation-write", store.failures), InputStaging(space, memory, store, clock)),
     )
     fetcher = Fetcher(
         store,
         lane=store.accelerator.lane("activation-h2d", store.failures),
         # The call may allocate pinned memory: with CUDA that belongs on the device of the lanes.
-        reader=store.accelerator.lane("activation-read", store.failures),
-        staging=InputStaging(space, memory, store, None),
+        files=FileWay(
+            store.accelerator.lane("activation-read", store.failures),
+            InputStaging(space, memory, store, None),
+        ),
     )
     return InputHomes(space, sender=sender, fetcher=fetcher, parts=parts)

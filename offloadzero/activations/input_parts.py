@@ -4,7 +4,7 @@
 The input of a block is the same on all ranks along the tensor-parallel axis, so each of N keeps 1/N of its elements at
 home, on any tier, and brings that into its place in the memory of the whole input; an all-gather fills the rest in
 (ZeRO-R's P_a, arXiv 1910.02054, section 6.1). Both are one task of the lane that brings inputs back, so the collectives
-come in the order in which the fetches were submitted: [Note: collectives in one order] in ranks/process_groups.py. An
+come in the order in which the fetches were submitted: [Note: collectives in one order] in ranks/channel.py. An
 input whose elements N does not divide is kept whole.
 
 That order must follow from the calls alone. What is fetched ahead does: the inputs of the calls before. What needs no
@@ -28,9 +28,7 @@ import torch
 from offloadzero.config import PARTITION_KEY
 from offloadzero.errors import StateError
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.ranks.comparing import OrderSum
-from offloadzero.ranks.group import Collectives
-from offloadzero.ranks.shard import ShardSpec
+from offloadzero.ranks.group import Collectives, OrderSum
 
 _ROW_WORDS = 512  # 4 KiB
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,45 +42,20 @@ class InputParts:
 
     def __init__(self, gathers: Collectives, orders: Collectives, accelerator: Accelerator) -> None:
         """Gather by `gathers`, after a comparison by `orders`."""
-        self._gathers = gathers
+        self.gathers = gathers
+        self.accelerator = accelerator
+        self.num_sent = 0
+        self.order = OrderSum()  # of the gathers
         self._orders = orders
-        self._accelerator = accelerator
-        self._num_sent = 0
-        self._order = OrderSum()
 
     def divide(self, source: torch.Tensor, label: str, *, is_inside: bool) -> InputPart | None:
         """Return the part that is kept of `source`, device, shape (n,); None: it is kept whole.
 
         `is_inside`: its home is on the device.
         """
-        if source.numel() % self._gathers.spec.world_size:
+        if source.numel() % self.gathers.spec.world_size:
             return None
-        return InputPart(self, label, self._accelerator.copy_inside if is_inside else self._accelerator.copy)
-
-    @property
-    def spec(self) -> ShardSpec:
-        """The part of each input that this rank keeps."""
-        return self._gathers.spec
-
-    def name_sent(self, source: torch.Tensor, label: str) -> int:
-        """Count an input as the next one that is sent; return its name in the order of the gathers."""
-        self._num_sent += 1
-        return zlib.crc32(f"{self._num_sent} {label} {source.numel()} {source.dtype}".encode())
-
-    def note(self, name: int) -> int:
-        """Count a gather as the next one; return the sum over the order until then."""
-        self._order.note(name)
-        return self._order.value
-
-    # --- on the lanes' threads ---
-
-    def sum_later(self, source: torch.Tensor) -> Callable[[], float]:
-        """Return a call for a sum over the bits of `source`, which are read now on the stream of the lane."""
-        return self._accelerator.read_later(_sum_of_bits(source))
-
-    def gather(self, target: torch.Tensor, label: str) -> None:
-        """Fill `target`, shape (n,), with the parts of all ranks."""
-        self._gathers.all_gather(target, f"{label} activation")
+        return InputPart(self, label, self.accelerator.copy_inside if is_inside else self.accelerator.copy)
 
     def departures(self, order: int, bits: int, label: str) -> Iterator[StateError]:
         """Yield the error of ranks that gather something else; all of them get it."""
@@ -121,21 +94,25 @@ class InputPart:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The elements that are kept of `whole`, shape (n,)."""
-        start, stop = self._parts.spec.kept_range(whole.numel())
+        start, stop = self._parts.gathers.spec.kept_range(whole.numel())
         return whole[start:stop]
 
     def was_submitted(self, source: torch.Tensor) -> None:
         """Count it as the next one that is sent, in the order of the calls."""
-        self._name = self._parts.name_sent(source, self._label)
+        parts = self._parts
+        parts.num_sent += 1
+        self._name = zlib.crc32(f"{parts.num_sent} {self._label} {source.numel()} {source.dtype}".encode())
 
     def send(self, source: torch.Tensor, target: torch.Tensor, part: torch.Tensor) -> None:
         """Copy the part of `source` to its home, or on the way there."""
-        self._read_sum = self._parts.sum_later(source)
+        self._read_sum = self._parts.accelerator.read_later(_sum_of_bits(source))  # on the stream of the lane
         self._copy(target, part)
 
     def fetch(self) -> Copy:
         """Count a fetch as the next one; return the call that makes the input whole."""
-        return functools.partial(self._gather, self._parts.note(self._name))
+        order = self._parts.order
+        order.note(self._name)
+        return functools.partial(self._gather, order.value)
 
     def _gather(self, order: int, target: torch.Tensor, kept: torch.Tensor) -> None:
         """Fill `target`, shape (n,), on the lane's thread, unless other ranks have another input."""
@@ -145,7 +122,7 @@ class InputPart:
         if self._errors:
             return
         self._copy(self.of(target), kept)
-        self._parts.gather(target, self._label)
+        self._parts.gathers.all_gather(target, f"{self._label} activation")
 
     def expect_fetched(self) -> None:
         """Raise StateError where the last fetch has found another input on other ranks."""

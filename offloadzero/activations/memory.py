@@ -19,17 +19,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from offloadzero.core.segments import TierName
 from offloadzero.core.torch_private import storage_use_count, with_own_storage
 from offloadzero.errors import BudgetError
-from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, align_up, allocate_host
+from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, Slots, align_up, allocate_host
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.slots import Slots
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.homes import INPUT_BYTES_KEY
 
@@ -206,29 +204,22 @@ class _FetchBuffer:
         return storage_use_count(self._storage) > self._num_own
 
 
-class FetchMemory(Protocol):
-    """Device memory for inputs that come back: [Note: fetched inputs]. Not thread-safe."""
-
-    def reserved(self) -> dict[TierName, int]:
-        """The bytes taken beside the plan."""
-
-    def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:
-        """Lend uint8 memory, shape (num_bytes,), until no tensor over it is left. Launched work may still read it."""
-
-
 class GrowingFetchMemory:
-    """Device memory that is taken as it is needed, beside the plan."""
+    """Device memory for inputs that come back, taken as it is needed: [Note: fetched inputs]. Not thread-safe."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._buffers: list[_FetchBuffer] = []
 
     def reserved(self) -> dict[TierName, int]:
-        """The bytes taken so far."""
+        """The bytes taken so far, beside the plan."""
         return {TierName.DEVICE: sum(buffer.num_bytes for buffer in self._buffers)}
 
     def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:  # noqa: ARG002
-        """Lend the smallest free buffer that is large enough, or a new one in place of a free one that is not."""
+        """Lend uint8 memory, shape (num_bytes,), until no tensor over it is left. Launched work may still read it.
+
+        It is the smallest free buffer that is large enough, or a new one in place of a free one that is not.
+        """
         size = align_up(num_bytes)
         free = [buffer for buffer in self._buffers if not buffer.is_held()]
         fitting = [buffer for buffer in free if buffer.num_bytes >= size]

@@ -21,10 +21,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import torch
 
@@ -39,7 +37,6 @@ from offloadzero.activations.homes import (
 )
 from offloadzero.activations.input_parts import InputParts
 from offloadzero.activations.memory import (
-    FetchMemory,
     GrowingDeviceMemory,
     GrowingFetchMemory,
     HostMemory,
@@ -47,9 +44,10 @@ from offloadzero.activations.memory import (
     PlannedMemory,
     Reserve,
 )
-from offloadzero.config import AioConfig
+from offloadzero.config import OffloadConfig
 from offloadzero.core.segments import TierName
 from offloadzero.errors import StateError
+from offloadzero.memory.arena import Arena
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
@@ -57,6 +55,8 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.homes import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.machine import available_host_bytes
+from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.ranks.group import Group
 
 NUM_SENDING = 2  # inputs whose device memory is held for their copies
 
@@ -133,7 +133,7 @@ class ActivationStore:
         home: InputHomes | None,
         ended: EndedCells,
         *,
-        fetched: FetchMemory,
+        fetched: GrowingFetchMemory | PlannedFetchMemory,
         store: TieredStore,
         clock: StepClock,
     ) -> None:
@@ -284,25 +284,15 @@ class ActivationStore:
 
 
 def make_activation_store(
-    tier: TierName,
-    *,
-    store: TieredStore,
-    clock: StepClock,
-    budgets: Mapping[TierName, int | None],
-    planned_bytes: Mapping[TierName, int],
-    planned: PlannedMemory | None,
-    pin_memory: bool,
-    nvme_paths: Sequence[Path],
-    aio: AioConfig,
-    parts: InputParts | None = None,
+    config: OffloadConfig, plan: MemoryPlan, store: TieredStore, *, clock: StepClock, group: Group
 ) -> ActivationStore:
-    """Make the store whose homes are on `tier`.
-
-    Args:
-        budgets, planned_bytes: the host's and NVMe's bytes.
-        planned: the memory planned for inputs, if any.
-        parts: divides inputs among the ranks that have the same ones; None: this one keeps them whole.
-    """
+    """Make the store of a configuration with activation checkpoints."""
+    if config.activation_checkpoints is None:
+        raise AssertionError("no activation checkpoints are configured")
+    tier, planned = config.activation_checkpoints.tier, _planned_memory(plan, store)
+    parts = None  # where no other rank has the same inputs
+    if group.activations is not None and group.activation_orders is not None:
+        parts = InputParts(group.activations, group.activation_orders, store.accelerator)
     ended = EndedCells(clock=clock, failures=store.failures)
     home: InputHomes | None = None
     if tier.is_device:
@@ -312,28 +302,37 @@ def make_activation_store(
     else:
         host = Reserve(
             TierName.HOST,
-            budget=budgets[TierName.HOST],
-            planned_bytes=planned_bytes[TierName.HOST],
+            budget=config.budgets.host,
+            planned_bytes=plan.tier_bytes(TierName.HOST),
             available_bytes=available_host_bytes,
         )
-        memory = HostMemory(store.accelerator, host, pin_memory, planned)
+        memory = HostMemory(store.accelerator, host, config.pin_memory, planned)
         if tier.is_host_memory:
             home = homes_in_memory(MemorySpace(tier, memory, ended, store=store), store=store, parts=parts)
         else:
             nvme = Reserve(
-                TierName.NVME, budget=budgets[TierName.NVME], planned_bytes=planned_bytes[TierName.NVME]
+                TierName.NVME, budget=config.budgets.nvme, planned_bytes=plan.tier_bytes(TierName.NVME)
             )
             home = homes_on_file(
-                memory,
-                ended,
-                store=store,
-                clock=clock,
-                reserve=nvme,
-                paths=nvme_paths,
-                aio=aio,
-                parts=parts,
+                memory, ended, store=store, clock=clock, reserve=nvme, config=config, parts=parts
             )
-    fetched: FetchMemory = GrowingFetchMemory(store.accelerator)
+    fetched: GrowingFetchMemory | PlannedFetchMemory = GrowingFetchMemory(store.accelerator)
     if planned is not None:
         fetched = PlannedFetchMemory(planned)
     return ActivationStore(home, ended, fetched=fetched, store=store, clock=clock)
+
+
+def _planned_memory(plan: MemoryPlan, store: TieredStore) -> PlannedMemory | None:
+    """Take the memory that is planned for inputs, if any is."""
+    inputs = plan.inputs
+    if inputs is None:
+        return None
+    label = "activation checkpoint"
+    return PlannedMemory(
+        inputs.input_bytes,
+        inputs.kept_bytes,
+        # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
+        device=store.accelerator.allocate(inputs.device),
+        host=Arena(label, store.host.lease(inputs.host, label).bytes),
+        nvme_bytes=inputs.nvme,
+    )

@@ -16,7 +16,15 @@ from typing import Any
 from offloadzero.api.optimizer import OffloadedOptimizer
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta, PartOfModel, client_dict
 from offloadzero.checkpoint.format.names import directory_of, tag_text
-from offloadzero.checkpoint.latest import Found, find_checkpoint, open_found
+from offloadzero.checkpoint.latest import (
+    Found,
+    directory_of_part,
+    expect_parts,
+    expect_place,
+    expect_room,
+    find_checkpoint,
+    open_found,
+)
 from offloadzero.checkpoint.loading import (
     LoadPlan,
     fit_param_groups,
@@ -25,7 +33,6 @@ from offloadzero.checkpoint.loading import (
     schedule_name,
     try_schedule,
 )
-from offloadzero.checkpoint.parts import directory_of_part, expect_parts, expect_place, expect_room
 from offloadzero.checkpoint.states import States, save_states, save_weights
 from offloadzero.core import interrupts
 from offloadzero.engine.lifetime import EngineState

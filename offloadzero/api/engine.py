@@ -411,9 +411,7 @@ class Engine:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
         self._runtime.close()
 
-    def destroy(self) -> None:
-        """`close()` under DeepSpeed's name."""
-        self.close()
+    destroy = close  # DeepSpeed's name
 
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
@@ -523,9 +521,7 @@ class Engine:
         self._checkpoints.save_weights(save_dir, save_filename)
         return True
 
-    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """`save_16bit_model()` under its old name."""
-        return self.save_16bit_model(save_dir, save_filename)
+    save_fp16_model = save_16bit_model  # its old name
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state_dict; its weights are new tensors in host memory."""

@@ -11,18 +11,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from offloadzero.access.dtensors import LocalParameters
 from offloadzero.api.arguments import Collate, config_source, make_loader
+from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
 from offloadzero.api.engine import Engine
 from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
-from offloadzero.api.param_groups import group_defaults
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize, with_unused_blocks
 from offloadzero.config.schema import MeshConfig
 from offloadzero.core import launch
-from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
+from offloadzero.engine.join import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
-from offloadzero.lr_schedules import build_lr_scheduler
-from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.update.specs.adam import ADAM
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
@@ -124,52 +123,7 @@ def _make_engine(
         raise ConfigError("model", None, "an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
-    local = LocalParameters(
-        model, range(settings.world_size) if settings.mesh is None else settings.mesh.data_ranks
-    )
-    try:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            local.exchange(optimizer.param_groups)
-        if model_parameters is not None:
-            model_parameters = local.exchange(model_parameters)
-        return _make_parts(
-            settings,
-            rank_of_data,
-            local,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            collate_fn=collate_fn,
-        )
-    except BaseException:
-        local.remove()
-        raise
-
-
-def _make_parts(
-    settings: OffloadConfig,
-    rank_of_data: int,
-    local: LocalParameters,
-    *,
-    model: nn.Module,
-    optimizer: OptimizerSource,
-    model_parameters: Any,
-    training_data: Dataset[Any] | None,
-    lr_scheduler: SchedulerSource,
-    collate_fn: Collate | None,
-) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
-    if optimizer is not None or settings.optimizer is not None:
-        settings = with_unused_blocks(
-            settle_for_initialize(settings),
-            optimizer=None if optimizer is None else "initialize() is given an optimizer",
-            scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
-        )
-        for warning in settings.warnings:
-            warnings.warn(warning, stacklevel=4)
-    else:
-        settings = with_unused_blocks(settings, scheduler="there is no optimizer")
+    settings = _settled(settings, optimizer, lr_scheduler)
     loader = None
     if training_data is not None:
         loader = make_loader(
@@ -184,25 +138,52 @@ def _make_parts(
     def make_scheduler(optimizer: OffloadedOptimizer) -> None:
         schedulers.append(_make_scheduler(lr_scheduler, settings, optimizer))
 
-    # The scheduler comes first: an error in it must not cost the model its weights.
-    offloaded = _make_optimizer(model, optimizer, model_parameters, settings, before_take_over=make_scheduler)
-    if offloaded is None:
-        if lr_scheduler is not None:
-            raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
-        # Without states of an optimizer there is nothing to lay out compactly.
-        evaluation = replace(settings, state_layout="fp32")
-        scheduler = None
-        runtime = Runtime(model, evaluation, spec=ADAM, param_groups=(), current_hypers=tuple)
-    else:
-        (scheduler,) = schedulers
-        runtime = offloaded.runtime
-    try:  # at once: nothing else holds the runtime yet, and an interrupt may come with any call
-        engine = Engine(runtime, offloaded, scheduler, loader)
+    local = LocalParameters(
+        model, range(settings.world_size) if settings.mesh is None else settings.mesh.data_ranks
+    )
+    try:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            local.exchange(optimizer.param_groups)
+        if model_parameters is not None:
+            model_parameters = local.exchange(model_parameters)
+        # The scheduler comes first: an error in it must not cost the model its weights.
+        offloaded = _make_optimizer(
+            model, optimizer, model_parameters, settings, before_take_over=make_scheduler
+        )
+        if offloaded is None:
+            if lr_scheduler is not None:
+                raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
+            # Without states of an optimizer there is nothing to lay out compactly.
+            evaluation = replace(settings, state_layout="fp32")
+            runtime = Runtime(model, evaluation, spec=ADAM, param_groups=(), current_hypers=tuple)
+        else:
+            runtime = offloaded.runtime
+        scheduler = schedulers[0] if schedulers else None
+        try:  # at once: nothing else holds the runtime yet, and an interrupt may come with any call
+            engine = Engine(runtime, offloaded, scheduler, loader)
+        except BaseException:
+            runtime.undo()
+            raise
+        runtime.on_restore.append(local.remove)
+        return engine, offloaded, loader, scheduler
     except BaseException:
-        runtime.undo()
+        local.remove()
         raise
-    runtime.on_restore.append(local.remove)
-    return engine, offloaded, loader, scheduler
+
+
+def _settled(
+    settings: OffloadConfig, optimizer: OptimizerSource, lr_scheduler: SchedulerSource
+) -> OffloadConfig:
+    if optimizer is None and settings.optimizer is None:
+        return with_unused_blocks(settings, scheduler="there is no optimizer")
+    settings = with_unused_blocks(
+        settle_for_initialize(settings),
+        optimizer=None if optimizer is None else "initialize() is given an optimizer",
+        scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
+    )
+    for warning in settings.warnings:
+        warnings.warn(warning, stacklevel=4)
+    return settings
 
 
 def _make_optimizer(
@@ -229,7 +210,7 @@ def _make_optimizer(
         )
     if config.optimizer is None:
         return None
-    defaults = group_defaults(config.optimizer)
+    defaults = config.optimizer.params
     given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]

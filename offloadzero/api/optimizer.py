@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -16,21 +15,21 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from offloadzero.access.dtensors import expect_no_dtensors
 from offloadzero.api.optimizer_loading import plan_optimizer_load
 from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
-from offloadzero.api.param_groups import GroupMembers, expect_rates, group_defaults
-from offloadzero.config import OffloadConfig, load_config, settle_for_offload
+from offloadzero.config import UNRESOLVED, OffloadConfig, load_config, settle_for_offload
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
-from offloadzero.engine.process_group import config_of_rank, join_group, telling_others
+from offloadzero.core.torch_private import add_param_group
+from offloadzero.engine.join import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.bound import StepReport
 from offloadzero.observe.texts import format_bytes
-from offloadzero.parameters.dtensors import expect_no_dtensors
 from offloadzero.planning.memory_plan import with_kept_gradients
-from offloadzero.step.script.scaled_losses import ScaledLosses
+from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
 from offloadzero.update.records import Record
@@ -42,9 +41,6 @@ log = logging.getLogger("offloadzero")
 ACCELERATE_MARK = "_is_accelerate_prepared"  # what its prepare() leaves as it is
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
-
-# torch's method without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
-_add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def offload(
@@ -160,6 +156,12 @@ def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]
     )
 
 
+def _expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a group without a rate where the configuration leaves the rate at "auto"."""
+    if any(group["lr"] is None for group in param_groups):
+        raise ConfigError("optimizer.params.lr", "auto", f"{UNRESOLVED}; or pass an optimizer")
+
+
 def _refuse_step(
     successor: weakref.ref[OffloadedOptimizer], origin: torch.optim.Optimizer, *_: object
 ) -> None:
@@ -191,7 +193,7 @@ def _spec_and_defaults(
         return spec_of(origin), origin.defaults
     if config.optimizer is None:
         raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
-    return spec_of_type(config.optimizer.type), group_defaults(config.optimizer)
+    return spec_of_type(config.optimizer.type), dict(config.optimizer.params)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -231,7 +233,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self.spec, defaults = _spec_and_defaults(origin, config)
         self.spec.expect_layout(config.state_layout)
-        expect_rates(param_groups)
+        _expect_rates(param_groups)
         self._state_layout = config.state_layout
         self.spec.hypers(
             param_groups, "optimizer", state_layout=config.state_layout
@@ -357,7 +359,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Add a group while the optimizer is being made; StateError afterwards, as the units are laid out once."""
         if hasattr(self, "runtime"):
             raise StateError("add_param_group after offload(): add the group before")
-        _add_param_group(self, param_group)
+        add_param_group(self, param_group)
 
     # --- what happened ---
 
@@ -485,3 +487,58 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         load.apply(self.runtime.weights, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+# --- the groups that the optimizer had ---
+
+
+class GroupMembers:
+    """The parameters that each group had when the model was offloaded.
+
+    A unit keeps the number of each parameter's group, so a group that takes, loses or trades parameters, or another
+    order of the groups, would train with options that the script does not see there.
+    """
+
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._ids = [_ids_of(group) for group in param_groups]
+
+    def expect_unchanged(
+        self, param_groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str | None]
+    ) -> None:
+        """Raise StateError unless each group holds its own parameters, in any order.
+
+        Args:
+            name_of: the name of a parameter of the model by its id.
+        """
+        if len(param_groups) != len(self._ids):
+            raise StateError(
+                f"optimizer.param_groups: {len(param_groups)} groups, where there were {len(self._ids)} when the model "
+                f"was offloaded: {_REMEDY}"
+            )
+        for index, (group, ids) in enumerate(zip(param_groups, self._ids, strict=True)):
+            present = _ids_of(group)
+            if present != ids and set(present) != set(ids):
+                raise StateError(
+                    f"optimizer.param_groups[{index}]: {_difference(group, ids, name_of)}: {_REMEDY}"
+                )
+
+
+_REMEDY = (
+    "groups keep their parameters and their order. requires_grad_(False) ends the training of a parameter; for other "
+    "groups call restore_model(), then offload() with an optimizer that has them"
+)
+
+
+def _ids_of(group: Mapping[str, Any]) -> list[int]:
+    return list(map(id, group["params"]))
+
+
+def _difference(group: Mapping[str, Any], ids: Sequence[int], name_of: Callable[[int], str | None]) -> str:
+    params: list[torch.Tensor] = list(group["params"])
+    before, present = set(ids), set(map(id, params))
+    gone = next((one for one in ids if one not in present), None)
+    if gone is not None:
+        return f"{name_of(gone)} was in it when the model was offloaded and is not now"
+    added = next(param for param in params if id(param) not in before)
+    name = name_of(id(added)) or f"a parameter of shape {tuple(added.shape)}"
+    return f"{name} was not in it when the model was offloaded and is now"

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from offloadzero.access.homes import are_codes_of, expect_codes
+from offloadzero.access.weights import WeightAccess
 from offloadzero.api.optimizer_states import step_count
 from offloadzero.arithmetic.device_math import join_master
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
-from offloadzero.streaming.access.states import are_codes_of, expect_codes
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec
@@ -54,7 +54,7 @@ class _SlotLoad:
             weights.load_master(record, slot, values["master"])
         elif _REMAINDER in values:
             weights.write(record, slot, join_master(weights.read(record, slot), values[_REMAINDER].cpu()))
-        weights.states.write_step(record, slot, self.step)
+        weights.homes.write_step(record, slot, self.step)
 
 
 @dataclass(frozen=True)

@@ -14,27 +14,29 @@ from typing import Any, NoReturn
 
 import torch
 
+from offloadzero.access.state import state_tensor
+from offloadzero.access.tensor import RemoteValue
+from offloadzero.access.weights import WeightAccess
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.state import state_tensor
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 
-class _State:
-    """The place to which one state of one parameter is written."""
+class _State(RemoteValue):
+    """One state of one parameter."""
 
-    def __init__(self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str) -> None:
-        self.name = f"{slot.name}.{key}"
-        self.taken_with = "state_dict() or optimizer.state"
+    def __init__(
+        self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str, value: torch.Tensor
+    ) -> None:
+        super().__init__(f"{slot.name}.{key}", value.shape, value.dtype, value.device)
         self._weights = weights
         self._record = record
         self._slot = slot
         self._key = key
 
     @property
-    def history(self) -> tuple[int, ...]:
+    def version(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
         slot = self._slot  # whose master is written whenever it is
         kind = SegmentKind.PARAM if self._key == "master" else SegmentKind(self._key)
@@ -43,7 +45,7 @@ class _State:
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
         if self._key == "step":
-            self._weights.states.write_step(self._record, self._slot, step_count(self.name, value))
+            self._weights.homes.write_step(self._record, self._slot, step_count(self.name, value))
         elif self._key == "master":
             self._weights.write(self._record, self._slot, value)
         elif self._key in self._record.spec.states:
@@ -75,10 +77,25 @@ def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[
     if record.dtype != torch.float32:
         states["master"] = weights.read_master(record, slot)
     states.update(weights.states.read_codes(record, slot))
-    return {key: state_tensor(value, _State(weights, record, slot, key)) for key, value in states.items()}
+    return {
+        key: state_tensor(
+            value, _State(weights, record, slot, key, value), taken_with="state_dict() or optimizer.state"
+        )
+        for key, value in states.items()
+    }
 
 
-class StateDict(dict[str, Any]):
+class _States(dict[str, Any]):
+    """A dict of states whose copies are ordinary ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
+
+
+class StateDict(_States):
     """The dict that `optimizer.state_dict()` returns. Its `copy()` copies the tensors, too.
 
     An optimizer of torch keeps the tensors that its `load_state_dict` is given, and its steps would write into these
@@ -89,18 +106,9 @@ class StateDict(dict[str, Any]):
         """Return a copy that is independent of the optimizer."""
         return copy.deepcopy(dict(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
-
-
-class ParamStates(dict[str, torch.Tensor]):
+class ParamStates(_States):
     """The value of `optimizer.state[param]`: assigning to an item writes it; items can neither be added nor removed."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self:
@@ -116,35 +124,19 @@ class ParamStates(dict[str, torch.Tensor]):
         self.update(other)
         return self
 
-    def __delitem__(self, key: str) -> NoReturn:
-        self._refuse(key)
-
-    def pop(self, key: str, *_: Any) -> NoReturn:
-        """Refuse: the optimizer needs the item."""
-        self._refuse(key)
-
-    def popitem(self) -> NoReturn:
-        """Refuse: the optimizer needs the item."""
-        self._refuse("popitem()")
-
-    def clear(self) -> NoReturn:
-        """Refuse: the optimizer needs the items."""
-        self._refuse("clear()")
-
     def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: ARG002 (dict's signature)
         """Return the item; one that does not exist cannot be added: StateError."""
         if key not in self:
             self._refuse(key)
         return self[key]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
-
-    def _refuse(self, key: str) -> NoReturn:
+    def _refuse(self, key: str = "clear(), popitem()", *_: Any) -> NoReturn:
         raise StateError(
             f"optimizer.state[param]: {key}: an offloaded optimizer has the states {', '.join(self)}; what they hold "
             "can be changed, none can be added or removed"
         )
+
+    __delitem__ = pop = popitem = clear = _refuse
 
 
 class States(defaultdict[torch.Tensor, Any]):
@@ -174,34 +166,10 @@ class States(defaultdict[torch.Tensor, Any]):
             return default
         return default if values is None else ParamStates(values)
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         refuse_states()
 
-    def __delitem__(self, key: Any) -> NoReturn:
-        refuse_states()
-
-    def clear(self) -> NoReturn:
-        """Refuse: there is nothing here to clear."""
-        refuse_states()
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the states are not here."""
-        refuse_states()
-
-    def __ior__(self, other: Any) -> NoReturn:  # type: ignore[misc]
-        refuse_states()
-
-    def pop(self, *_: Any) -> NoReturn:
-        """Refuse: the states are not here."""
-        refuse_states()
-
-    def popitem(self) -> NoReturn:
-        """Refuse: the states are not here."""
-        refuse_states()
-
-    def setdefault(self, key: Any, default: Any = None) -> NoReturn:  # noqa: ARG002 (dict's signature)
-        """Refuse: the states are not here."""
-        refuse_states()
+    __setitem__ = __delitem__ = __ior__ = clear = update = pop = popitem = setdefault = _refuse
 
 
 def refuse_states() -> NoReturn:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.compact import (
+from offloadzero.core.constants import (
     COMPACT_BLOCK,
     DITHER_STEP_M,
     DITHER_STEP_S,
@@ -30,7 +30,7 @@ from offloadzero.kernel_arguments.compact import (
     SPAN_M,
     SPAN_S,
 )
-from offloadzero.kernel_arguments.scalars import StepScalars
+from offloadzero.native.hyper import StepScalars
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 SIGN, MAGNITUDE, INFINITY_BITS = -(1 << 31), (1 << 31) - 1, 255 << 23  # of fp32 patterns

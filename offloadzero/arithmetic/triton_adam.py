@@ -45,7 +45,7 @@ from offloadzero.arithmetic.remainders import (
     round_high_bits,
     round_low_bits,
 )
-from offloadzero.kernel_arguments.compact import (
+from offloadzero.core.constants import (
     COMPACT_BLOCK,
     SHIFT_M,
     SHIFT_S,
@@ -53,7 +53,7 @@ from offloadzero.kernel_arguments.compact import (
     SPAN_M,
     SPAN_S,
 )
-from offloadzero.kernel_arguments.scalars import StepScalars
+from offloadzero.native.hyper import StepScalars
 
 # Elements of one program: with 4 warps a thread has 8, which are 16 bytes of bf16.
 ADAM_BLOCK = 1024

@@ -14,6 +14,13 @@ When `latest` cannot be used, an error offers the checkpoint with the most steps
 come first because a machine's clock may go back between two saves, and another machine's clock differs. If training was
 resumed from an earlier checkpoint under new tags, the most steps may be those of the older run: the others are named as
 well.
+
+[Note: parts of one save]
+Several groups of ranks may train the parts of a model. Each saves its part as a checkpoint of its own, in a directory
+`mp_rank_00`, `mp_rank_01` and so on by the number of the part, each with its tags and its `latest`.
+A kill between two parts leaves one of them as the save before wrote it, be it under the same tag. So each save has a
+number that all of its parts keep, and the parts that are loaded must have the same. They also keep the place of the
+part, which must be that of the ranks that load it.
 """
 
 from __future__ import annotations
@@ -21,24 +28,22 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadzero.checkpoint.format.hashing import HashedFile, HashingPool, read_bytes
-from offloadzero.checkpoint.format.manifest import read_manifest
-from offloadzero.checkpoint.format.meta import read_mark, read_meta
+from offloadzero.checkpoint.format.manifest import HashedFile, HashingPool, read_bytes, read_manifest
+from offloadzero.checkpoint.format.meta import PartOfModel, read_mark, read_meta
 from offloadzero.checkpoint.format.names import (
     IS_LATEST,
     LATEST,
-    MANIFEST,
-    META,
     REPLACED,
+    is_part_directory,
     is_unit_file,
     name_problem,
     parse_unfinished,
+    part_directory,
 )
 from offloadzero.checkpoint.partial import alone_in, new_file, not_ours, sync_directory
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
@@ -108,10 +113,7 @@ def _find_latest(directory: Path) -> Found:
         raise CheckpointError(f"{file} is damaged: it names {tag!r}, which is not there")
     if not _looks_like_checkpoint(path):
         raise CheckpointError(f"{file} names {tag!r}, which is not a checkpoint of this package")
-    if not os.path.lexists(path / IS_LATEST) and (
-        os.path.lexists(path / MANIFEST)
-        or any(os.path.lexists(other.path / IS_LATEST) for other in list_checkpoints(directory))
-    ):  # there may be an unmarked one of version 1
+    if not os.path.lexists(path / IS_LATEST):
         raise CheckpointError(
             f"{file} names {tag!r}, which was not saved as the latest: damaged, or changed by hand (then pass "
             f"tag={tag!r})"
@@ -127,8 +129,7 @@ def _path_of(directory: Path, tag: str) -> Path | None:
         unfinished = parse_unfinished(path.name)
         if unfinished is not None and (unfinished.stem, unfinished.kind) == (tag, REPLACED):
             return path
-    old = directory / f"{tag}.{REPLACED}"  # version 1 used this name
-    return old if not_ours(old) is None else None
+    return None
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -176,10 +177,9 @@ def _age(found: Found) -> tuple[int, int, str]:
     """Return a sort key that is smaller for newer checkpoints: [Note: which is the newest]."""
     try:
         meta = read_meta(found.path)
-        saved_unix_ns = meta.saved_unix_ns or (found.path / META).stat().st_mtime_ns
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return 0, 0, found.tag  # damaged: another one is offered
-    return -meta.global_steps, -saved_unix_ns, found.tag
+    return -meta.global_steps, -meta.saved_unix_ns, found.tag
 
 
 # --- messages ---
@@ -227,16 +227,9 @@ def _known(directory: Path) -> str:
 def open_found(directory: Path, found: Found) -> Checkpoint:
     """Open a checkpoint after all checks; the CheckpointError offers another that is intact."""
     try:
-        checkpoint = open_checkpoint(found.path)
+        return open_checkpoint(found.path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {offer(directory, besides=found.path)}") from error
-    if checkpoint.meta.version < 2:
-        warnings.warn(
-            f"{found.path} was written without a manifest (version 1): damage to its bytes would not be seen. Saved "
-            "again, it has one",
-            stacklevel=3,
-        )
-    return checkpoint
 
 
 # --- changing `latest` ---
@@ -285,3 +278,63 @@ def _write_latest(directory: Path, tag: str) -> None:
     finally:
         os.close(lock)
     sync_directory(directory)
+
+
+# --- parts of a model ---
+
+
+def directory_of_part(directory: Path, part: int | None) -> Path:
+    """Return the directory in which a part of the model is saved; None stands for the whole model."""
+    return directory if part is None else directory / part_directory(part)
+
+
+def _part_names(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if is_part_directory(name))
+
+
+def expect_room(directory: Path, num_parts: int) -> None:
+    """Raise CheckpointError where a model of more parts was saved: what is saved beside them could not be loaded."""
+    try:
+        names = _part_names(directory)
+    except OSError:  # what saves there says what is wrong, or makes it
+        return
+    if len(names) > num_parts:
+        raise CheckpointError(
+            f"{directory} has the checkpoints of {len(names)} parts of a model, and there are {num_parts} here: save "
+            "into another directory"
+        )
+
+
+def expect_place(path: Path, saved: PartOfModel | None, own: PartOfModel) -> None:
+    """Raise CheckpointError where the checkpoint at `path` is of another part of the model than `own`."""
+    if saved is not None and _place(saved) != _place(own):
+        raise CheckpointError(f"{path} is of {_place(saved)}, and this rank trains {_place(own)}")
+
+
+def _place(part: PartOfModel) -> str:
+    return (
+        f"the part at pipeline rank {part.pipeline_rank} and tensor-parallel rank {part.tensor_rank}, of "
+        f"{part.num_parts}"
+    )
+
+
+def expect_parts(directory: Path, part: int | None, num_parts: int) -> None:
+    """Raise CheckpointError where `directory` was saved by another number of parts, as far as its names show that."""
+    try:
+        names = _part_names(directory)
+    except OSError:  # what loads from there says what is wrong
+        return
+    is_whole = os.path.lexists(directory / LATEST)
+    if part is None and names and not is_whole:
+        raise CheckpointError(
+            f"{directory} has the checkpoints of {len(names)} parts of a model ({', '.join(names)}): load them with "
+            "the mpu with which they were saved, each with that part of the model"
+        )
+    if part is not None and names and len(names) != num_parts:
+        raise CheckpointError(
+            f"{directory} has the checkpoints of {len(names)} parts of a model, and there are {num_parts} here"
+        )
+    if part is not None and not names and is_whole:
+        raise CheckpointError(
+            f"{directory} has the checkpoint of a whole model, and this rank trains part {part} of {num_parts}"
+        )

@@ -12,19 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.buffers import (
-    can_hold,
-    expect_dense,
-    may_overlap,
-    persistent_buffers,
-    write_buffer,
-)
-from offloadzero.checkpoint.extra_state import described_tensors, settable, try_extra_state, whole_value
 from offloadzero.checkpoint.format.json_file import plain_scalar
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader
+from offloadzero.checkpoint.module_states import (
+    can_hold,
+    described_tensors,
+    expect_dense,
+    may_overlap,
+    persistent_buffers,
+    settable,
+    try_extra_state,
+    whole_value,
+    write_buffer,
+)
 from offloadzero.checkpoint.states import States, expect_same_parameters
-from offloadzero.checkpoint.stored_states import form_among
+from offloadzero.checkpoint.stored_states import write_states
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import is_interrupt
@@ -54,7 +57,7 @@ class LoadPlan:
             through("checkpoint.load", self.states.weights.write, slot.name)(record, slot, value)
             if slot.name in self.with_states:
                 self._write_states(record, slot)
-                self.states.weights.states.write_step(record, slot, self.checkpoint.meta.steps[slot.name])
+                self.states.weights.homes.write_step(record, slot, self.checkpoint.meta.steps[slot.name])
         for name, buffer in self.buffers.items():
             write_buffer(buffer, _read(self.checkpoint, name, self.checkpoint.buffers[name]))
         for module, value in self.extra_states.values():
@@ -63,7 +66,7 @@ class LoadPlan:
     def _write_states(self, record: Record, slot: ParamSlot) -> None:
         stored = self.checkpoint.states[slot.name]
         values = {name: _read(self.checkpoint, f"{slot.name}.{name}", of) for name, of in stored.items()}
-        form_among(stored, self.checkpoint.spec).write(self.states.weights, record, slot, values)
+        write_states(self.states.weights, record, slot, values)
 
 
 def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tensor:

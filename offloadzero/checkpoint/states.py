@@ -33,10 +33,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.buffers import expect_dense, persistent_buffers
-from offloadzero.checkpoint.extra_state import read_extra_states
-from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
-from offloadzero.checkpoint.format.manifest import encode_manifest
+from offloadzero.access.weights import WeightAccess
+from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, encode_manifest
 from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import (
     BUFFERS,
@@ -50,6 +48,7 @@ from offloadzero.checkpoint.format.names import (
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.checkpoint.format.torch_file import TorchFileWriter
 from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
+from offloadzero.checkpoint.module_states import expect_dense, persistent_buffers, read_extra_states
 from offloadzero.checkpoint.partial import (
     PartialCheckpoint,
     alone_in,
@@ -58,10 +57,9 @@ from offloadzero.checkpoint.partial import (
     new_file,
     sync_directory,
 )
-from offloadzero.checkpoint.stored_states import form_of, state_names
+from offloadzero.checkpoint.stored_states import read_states, state_names, state_specs
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -267,7 +265,7 @@ def _steps(records: Sequence[Record]) -> dict[str, int]:
 def _slot_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
     if not slot.trainable:
         return [(slot.name, record.dtype, slot.shape)]
-    states = form_of(record).specs(slot.shape)
+    states = state_specs(record.spec, record.codes, slot.shape)
     return [
         (slot.name, torch.float32, slot.shape),
         *((f"{slot.name}.{name}", dtype, shape) for name, dtype, shape in states),
@@ -280,7 +278,7 @@ def _read_slot(states: States, record: Record, slot: ParamSlot) -> Iterator[torc
         yield states.weights.read(record, slot)
         return
     yield states.weights.read_master(record, slot)
-    yield from form_of(record).read(states.weights, record, slot)
+    yield from read_states(states.weights, record, slot)
 
 
 def save_weights(states: States, path: Path) -> None:

@@ -12,8 +12,6 @@ is then loaded from there.
 Another process may save under the same tag meanwhile, which puts another directory in the place of this one. Each file
 is read by its path, so after each the directory must be the one that was checked: values of two checkpoints never mix
 unseen.
-
-Version 1 had no manifest. Such a checkpoint is loaded with a warning, after all checks but those of the bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ from pathlib import Path
 
 import torch
 
-from offloadzero.checkpoint.extra_state import described_tensors
-from offloadzero.checkpoint.format.hashing import HashingPool, check_file, check_size
-from offloadzero.checkpoint.format.manifest import read_manifest
-from offloadzero.checkpoint.format.meta import Meta, read_mark, read_meta
+from offloadzero.checkpoint.format.manifest import HashingPool, check_file, check_size, read_manifest
+from offloadzero.checkpoint.format.meta import Meta, read_meta
 from offloadzero.checkpoint.format.names import (
     BUFFERS,
     EXTRA_STATE,
@@ -41,7 +37,8 @@ from offloadzero.checkpoint.format.names import (
     is_unit_file,
 )
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorEntry
-from offloadzero.checkpoint.stored_states import form_among, state_names
+from offloadzero.checkpoint.module_states import described_tensors
+from offloadzero.checkpoint.stored_states import codes_among, state_names, state_specs
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
 from offloadzero.update.spec import AnySpec
@@ -97,8 +94,8 @@ class Checkpoint:
     )  # the tensors of meta.extra_states
 
     def identity(self) -> str:
-        """A text that two checkpoints share only if they hold the same: their digests, except in version 1."""
-        files = [self.path / name for name in (MANIFEST, META) if os.path.lexists(self.path / name)]
+        """A text that two checkpoints share only if they hold the same: their digests."""
+        files = (self.path / MANIFEST, self.path / META)
         return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 
@@ -106,26 +103,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint after [Note: what is checked at load]. CheckpointError names the file and the reason."""
     directory = OpenDirectory(path)
     try:
-        if not os.path.lexists(path / MANIFEST):
-            _expect_version_1(path)
-            data_files = sorted(name for name in os.listdir(path) if is_data_file(name))
-        else:
-            data_files = _check_manifest(path, contents=True)
-        return _read_headers(path, directory, data_files)
+        return _read_headers(path, directory, _check_manifest(path, contents=True))
     finally:
         directory.expect_same()
 
 
 def check_sizes(path: Path) -> Meta:
     """Do the quick part of the checks: manifest, meta.json, and the size of each file. Raises CheckpointError."""
-    if os.path.lexists(path / MANIFEST):
-        _check_manifest(path, contents=False)
+    _check_manifest(path, contents=False)
     return read_meta(path)
-
-
-def _expect_version_1(path: Path) -> None:
-    if read_mark(path) >= 2:
-        raise CheckpointError(f"{path / MANIFEST} is missing")
 
 
 def _check_manifest(path: Path, *, contents: bool) -> list[str]:
@@ -144,8 +130,6 @@ def _check_manifest(path: Path, *, contents: bool) -> list[str]:
         with HashingPool() as pool:
             for name, entry in files.items():
                 through("checkpoint.check", check_file, name)(path / name, entry, pool)
-    if read_meta(path).version < 2:
-        raise CheckpointError(f"{path / META} is of version 1, which has no {MANIFEST}: it is another's")
     return sorted(files)
 
 
@@ -202,7 +186,7 @@ def _take_states(
     """Move a parameter's optimizer states out of `tensors`."""
     shape = tensors[name].entry.shape if name in tensors else torch.Size(())
     present = {state for state in state_names(spec) if f"{name}.{state}" in tensors}
-    specs = form_among(present, spec).specs(shape)
+    specs = state_specs(spec, codes_among(present, spec), shape)
     missing = [stored for stored in (name, *(f"{name}.{s}" for s, _, _ in specs)) if stored not in tensors]
     if missing:
         raise CheckpointError(f"{path}: missing {', '.join(missing)}")

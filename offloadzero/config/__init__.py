@@ -3,9 +3,16 @@
 Nothing here imports torch.
 """
 
-from offloadzero.config.load import load_config, read_config_file
-from offloadzero.config.nvme_paths import create_nvme_directories
-from offloadzero.config.optimizer import UNRESOLVED
+from offloadzero.config.load import (
+    PARTITION_KEY,
+    create_nvme_directories,
+    expect_partitionable,
+    load_config,
+    settle_for_initialize,
+    settle_for_offload,
+    with_unused_blocks,
+)
+from offloadzero.config.readers import UNRESOLVED
 from offloadzero.config.schema import (
     ActivationConfig,
     AioConfig,
@@ -22,13 +29,7 @@ from offloadzero.config.schema import (
     UnitConfig,
     UpdateConfig,
 )
-from offloadzero.config.settle import (
-    PARTITION_KEY,
-    expect_partitionable,
-    settle_for_initialize,
-    settle_for_offload,
-    with_unused_blocks,
-)
+from offloadzero.config.source import read_config_file
 
 __all__ = [
     "PARTITION_KEY",

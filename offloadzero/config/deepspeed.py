@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
-from offloadzero.config.batch import read_batch
+from offloadzero.config.block import Block
 from offloadzero.config.keys import DEEPSPEED_KEYS, MIN_SUB_GROUP_ELEMENTS, NOT_OFFLOADED
-from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
-from offloadzero.config.optimizer import read_optimizer, read_scheduler
-from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.parse import (
+from offloadzero.config.readers import (
+    MAX_COUNT,
+    NvmePath,
     is_auto,
+    own_keys,
     read_bool,
     read_enum,
     read_float,
     read_int,
+    read_mapping,
     read_num_bytes,
+    read_nvme_paths,
+    read_str,
 )
 from offloadzero.config.schema import (
+    ACCUMULATION_STEPS,
     DEFAULT_GRADIENT_CLIPPING,
+    KNOWN_OPTIMIZERS,
+    MICRO_BATCH,
+    OPTIMIZERS,
+    TORCH_ADAMW_DECAY,
+    TRAIN_BATCH,
     AioConfig,
+    BatchConfig,
     LossScaleConfig,
     OffloadConfig,
+    OptimizerConfig,
     PlacementConfig,
     PlacementRule,
     PrecisionConfig,
+    SchedulerConfig,
     UnitConfig,
     UpdateConfig,
     ZeroPlusPlusConfig,
+    resolve_batch,
 )
-from offloadzero.core.limits import (
+from offloadzero.core.constants import (
     CHUNK_MULTIPLE,
     GRID_BYTES,
     MAX_IO_BLOCK_BYTES,
@@ -46,6 +61,9 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
 }
+MAX_FP32 = 3.4e38  # the update computes in fp32
+# Arguments that torch's param groups have under another name.
+_GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
 _OFFLOAD_TIERS = {"cpu": TierName.HOST, "nvme": TierName.NVME}
 
 
@@ -76,11 +94,11 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
     reading.inputs_on_host = checkpointing.read("cpu_checkpointing", read_bool, reading.inputs_on_host)
     zero = _read_zero(top, reading)
     return OffloadConfig(
-        batch=read_batch(top, world_size=world_size),
+        batch=_read_batch(top, world_size=world_size),
         precision=precision,
         gradient_clipping=_read_clipping(top, reading),
-        optimizer=read_optimizer(top, reading.notices),
-        scheduler=read_scheduler(top, reading.notices),
+        optimizer=_read_optimizer(top, reading.notices),
+        scheduler=_read_scheduler(top, reading.notices),
         zero_stage=zero.stage,
         world_size=world_size,
         communication_dtype=_read_communication_dtype(top),
@@ -123,7 +141,7 @@ def _read_steps_per_print(top: Block) -> int | None:
 def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
     fp16 = reading.sub_block(top, "fp16", "fp16")
     bf16 = reading.sub_block(top, "bf16", "bf16")
-    loss_scale = _read_loss_scale(fp16)  # checked whether or not fp16 is on
+    loss_scale = fp16.read_fields(LossScaleConfig())  # checked whether or not fp16 is on
     use_fp16 = fp16.read("enabled", read_bool, False)
     use_bf16 = bf16.read("enabled", read_bool, False)
     if use_fp16 and use_bf16:
@@ -150,20 +168,6 @@ def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
 def _read_communication_dtype(top: Block) -> str | None:
     name = top.read("communication_data_type", read_enum, None, allowed=_DTYPES)
     return None if name is None else _DTYPES[name]
-
-
-def _read_loss_scale(fp16: Block) -> LossScaleConfig:
-    default = LossScaleConfig()
-    return LossScaleConfig(
-        static=fp16.read("loss_scale", read_float, default.static, minimum=0),
-        initial_scale_power=fp16.read(
-            "initial_scale_power", read_int, default.initial_scale_power, minimum=0, maximum=127
-        ),
-        window=fp16.read("loss_scale_window", read_int, default.window, minimum=1),
-        hysteresis=fp16.read("hysteresis", read_int, default.hysteresis, minimum=1),
-        min_scale=fp16.read("min_loss_scale", read_float, default.min_scale, minimum=0),
-        consecutive_hysteresis=fp16.read("consecutive_hysteresis", read_bool, default.consecutive_hysteresis),
-    )
 
 
 @dataclass(frozen=True)
@@ -246,25 +250,14 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
 
 def _read_zero_plus_plus(zero: _Zero, world_size: int) -> ZeroPlusPlusConfig:
     """Read the keys of ZeRO++, which change nothing on one rank."""
-    block, default = zero.block, ZeroPlusPlusConfig()
-    config = ZeroPlusPlusConfig(
-        quantized_weights=block.read("zero_quantized_weights", read_bool, default.quantized_weights),
-        quantized_nontrainable_weights=block.read(
-            "zero_quantized_nontrainable_weights", read_bool, default.quantized_nontrainable_weights
-        ),
-        node_ranks=max(1, block.read("zero_hpz_partition_size", read_int, default.node_ranks, minimum=0)),
-        quantized_gradients=block.read("zero_quantized_gradients", read_bool, default.quantized_gradients),
-    )
-    asked = {
-        "zero_quantized_weights": config.quantized_weights,
-        "zero_quantized_nontrainable_weights": config.quantized_nontrainable_weights,
-        "zero_quantized_gradients": config.quantized_gradients,
-        "zero_hpz_partition_size": config.node_ranks if config.node_ranks > 1 else 0,
-    }
-    for name, value in asked.items():
-        if value and zero.stage < 3:
+    block = zero.block
+    config = block.read_fields(ZeroPlusPlusConfig())
+    config = replace(config, node_ranks=max(1, config.node_ranks))
+    for name, key in own_keys(ZeroPlusPlusConfig):
+        value = getattr(config, name)
+        if value != getattr(ZeroPlusPlusConfig(), name) and zero.stage < 3:
             allowed = f"needs zero_optimization.stage 3, it is {zero.stage}"
-            raise ConfigError(block.dotted(name), value, allowed)
+            raise ConfigError(block.dotted(key.name), value, allowed)
     if world_size > 1 and world_size % config.node_ranks:
         allowed = f"ranks of a machine, by which the {world_size} ranks can be divided"
         raise ConfigError(block.dotted("zero_hpz_partition_size"), config.node_ranks, allowed)
@@ -322,3 +315,126 @@ def _read_aio(top: Block, reading: Reading) -> AioConfig:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+# --- batch, optimizer, scheduler ---
+
+
+def _read_batch(top: Block, *, world_size: int) -> BatchConfig:
+    """Read the three sizes. Raises ConfigError, with the product, where they and `world_size` contradict each other."""
+    train, micro, steps = (
+        top.read(key, _read_size, None) for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION_STEPS)
+    )
+    batch = resolve_batch(train, micro, steps, world_size=world_size)
+    follows = {
+        TRAIN_BATCH: batch.train_batch_size is not None,
+        MICRO_BATCH: batch.micro_batch_size is not None,
+        ACCUMULATION_STEPS: train is not None and micro is not None,  # one size alone resolves no "auto"
+    }
+    return replace(
+        batch,
+        managed=top.read("managed_gradient_accumulation", read_bool, batch.managed),
+        unresolved=tuple(key for key, known in follows.items() if is_auto(top.raw(key)) and not known),
+    )
+
+
+def _read_size(key: str, value: object) -> int | None:
+    return None if is_auto(value) else read_int(key, value, minimum=1, maximum=MAX_COUNT)
+
+
+def _read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
+    """Read the block; None without one, or with an empty one. Raises ConfigError."""
+    if not top.raw("optimizer"):
+        return None
+    block = top.sub_block("optimizer", table=DEEPSPEED_KEYS["optimizer"], notices=notices)
+    name = _read_type(block)
+    params = block.sub_block("params", table=DEEPSPEED_KEYS["optimizer.params"], notices=notices)
+    arguments = {key: params.read(key, _READERS[key], default) for key, default in OPTIMIZERS[name].items()}
+    _expect_arguments(name, params)
+    # DeepSpeed makes torch.optim's class then, whose AdamW decays where nothing is said; its own do not.
+    if arguments.pop("torch_adam", False) and arguments["adam_w_mode"] and "weight_decay" not in params:
+        arguments["weight_decay"] = TORCH_ADAMW_DECAY
+    if name == "AdamW" and not arguments["adam_w_mode"]:
+        raise ConfigError(params.dotted("adam_w_mode"), False, 'contradicts the type "AdamW": write "Adam"')
+    options = {_GROUP_NAMES.get(key, key): value for key, value in arguments.items()}
+    return OptimizerConfig(name, MappingProxyType(options))
+
+
+def _expect_arguments(name: str, params: Block) -> None:
+    """Refuse arguments of other optimizers."""
+    for key in _READERS:
+        if key in params and key not in OPTIMIZERS[name]:
+            allowed = f"{name} takes {', '.join(OPTIMIZERS[name])}"
+            raise ConfigError(params.dotted(key), params.raw(key), allowed)
+
+
+def _read_type(block: Block) -> str:
+    """Read the type in its canonical spelling; like DeepSpeed it compares the names without regard to case."""
+    key = block.dotted("type")
+    available = ", ".join(OPTIMIZERS)
+    if "type" not in block:
+        raise ConfigError(key, None, f"the name of an optimizer: available are {available}")
+    given = read_str(key, block.raw("type"))
+    by_lower = {name.lower(): name for name in (*OPTIMIZERS, *KNOWN_OPTIMIZERS)}
+    name = by_lower.get(given.lower())
+    if name is None:
+        raise ConfigError(
+            key, given, f"unknown optimizer: available are {available}", known_values=OPTIMIZERS
+        )
+    if name not in OPTIMIZERS:
+        raise ConfigError(key, given, f"known, not built yet: available are {available}")
+    return name
+
+
+def _read_lr(key: str, value: object) -> float | None:
+    return None if is_auto(value) else _read_magnitude(key, value)
+
+
+def _read_betas(key: str, value: object) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ConfigError(key, value, "two numbers, each at least 0 and below 1")
+    first, second = (read_float(f"{key}[{index}]", beta, minimum=0) for index, beta in enumerate(value))
+    if first >= 1 or second >= 1:
+        raise ConfigError(key, value, "two numbers, each at least 0 and below 1")
+    return first, second
+
+
+def _read_magnitude(key: str, value: object) -> float:
+    return read_float(key, value, minimum=0, maximum=MAX_FP32)
+
+
+# Arguments by name, whatever the optimizer.
+_READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
+    {
+        "lr": _read_lr,
+        "betas": _read_betas,
+        "eps": _read_magnitude,
+        "weight_decay": _read_magnitude,
+        "lr_decay": _read_magnitude,
+        "initial_accumulator_value": _read_magnitude,
+        "momentum": _read_magnitude,
+        "dampening": _read_magnitude,
+        "nesterov": read_bool,
+        "adam_w_mode": read_bool,
+        "bias_correction": read_bool,
+        "torch_adam": read_bool,
+    }
+)
+
+
+def _read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:
+    """Read the block; None without one, or with an empty one.
+
+    The schedule's own parameters, and an "auto" among them, are checked where the schedule is built.
+    Raises ConfigError where the block has parameters and names no type, and for a key that is not known.
+    """
+    if not top.raw("scheduler"):
+        return None
+    block = top.sub_block("scheduler", table=DEEPSPEED_KEYS["scheduler"], notices=notices)
+    params = block.read("params", read_mapping, {})
+    if "type" not in block and not params:
+        return None
+    name = block.raw("type")
+    if not isinstance(name, str) or not name or is_auto(name):
+        raise ConfigError(block.dotted("type"), name, "the name of a learning-rate schedule")
+    return SchedulerConfig(type=name, params=MappingProxyType(dict(params)))

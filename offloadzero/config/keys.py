@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from offloadzero.config.declared import own_keys, shown
-from offloadzero.config.optimizer_arguments import OPTIMIZERS, TORCH_ADAMW_DECAY
+from offloadzero.config.readers import own_keys, shown
 from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
+    OPTIMIZERS,
+    TORCH_ADAMW_DECAY,
     ActivationConfig,
     AioConfig,
     BatchConfig,
@@ -29,7 +30,7 @@ from offloadzero.config.schema import (
     UpdateConfig,
     ZeroPlusPlusConfig,
 )
-from offloadzero.core.limits import GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
+from offloadzero.core.constants import GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
 
 
 class Action(str, Enum):
@@ -108,6 +109,14 @@ def _default_of(argument: str) -> str:
     usual = next(iter(defaults.values()))
     others = [f"{name}: {shown(default)}" for name, default in defaults.items() if default != usual]
     return shown(usual) + (f" ({', '.join(others)})" if others else "")
+
+
+def _declared(config_class: type) -> KeyTable:
+    """Return the keys that fields declare: [Note: a key is its field]."""
+    return {
+        key.name: KeySpec(Action.USE, key.note, auto_is_absent=key.auto_is_absent)
+        for _, key in own_keys(config_class)
+    }
 
 
 _TOP: dict[str, KeySpec] = {
@@ -247,21 +256,7 @@ _SCHEDULER: dict[str, KeySpec] = {
 
 _FP16: dict[str, KeySpec] = {
     "enabled": _use("parameters and gradients in fp16; when neither is on they keep the model's dtypes"),
-    "loss_scale": _use(
-        f"a fixed loss scale, 0 for a dynamic one; {shown(LossScaleConfig.static)} when absent"
-    ),
-    "initial_scale_power": _use(
-        f"the dynamic scale starts at 2 to this power; {LossScaleConfig.initial_scale_power} when absent"
-    ),
-    "loss_scale_window": _use(
-        f"good steps before the one with which the scale doubles; {LossScaleConfig.window} when absent"
-    ),
-    "hysteresis": _use(f"overflows before the scale halves; {LossScaleConfig.hysteresis} when absent"),
-    "min_loss_scale": _use(f"the dynamic scale's floor; {shown(LossScaleConfig.min_scale)} when absent"),
-    "consecutive_hysteresis": _use(
-        "true: an overflow is forgotten with the next good step, not only when the scale doubles; "
-        f"{shown(LossScaleConfig.consecutive_hysteresis)} when absent"
-    ),
+    **_declared(LossScaleConfig),
     "auto_cast": _accept("inputs are not cast: hand over floating-point inputs in fp16", _BOOL, False),
     "fused_mode": _accept("there is one fused update", _BOOL),
     "fp16_master_weights_and_grads": _refuse("the master weight is always exact fp32"),
@@ -345,21 +340,7 @@ _ZERO: dict[str, KeySpec] = {
         False,
     ),
     "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
-    "zero_hpz_partition_size": _use(
-        "so many consecutive ranks, those of a machine, keep a copy of the weights of each unit from its first gather "
-        f"in a step for the later ones; divides the number of ranks; 1 for none; {ZeroPlusPlusConfig.node_ranks} when "
-        "absent; needs stage 3"
-    ),
-    "zero_quantized_weights": _use(
-        "weights are gathered from the ranks as int8 codes, of half the bytes of bf16; needs stage 3"
-    ),
-    "zero_quantized_nontrainable_weights": _use(
-        "the same for weights that do not train alone; needs stage 3. Their homes keep the exact ones"
-    ),
-    "zero_quantized_gradients": _use(
-        "gradients are reduced as int4 codes, within a machine and then across machines, in a quarter of the bytes of "
-        "bf16; needs stage 3"
-    ),
+    **_declared(ZeroPlusPlusConfig),
     "zeropp_loco_param": _refuse("feedback of the errors of quantized gradients is not built", Kind.ANY),
     "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),
     "mics_hierarchical_params_gather": _refuse("MiCS shard groups are not built"),
@@ -506,23 +487,16 @@ _SEGMENTS: dict[str, KeySpec] = {
 }
 
 
-def _own_table(config_class: type) -> KeyTable:
-    return {
-        key.name: KeySpec(Action.USE, key.note, auto_is_absent=key.auto_is_absent)
-        for _, key in own_keys(config_class)
-    }
-
-
 OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
     {
-        "offloadzero": _own_table(OffloadConfig),
-        "offloadzero.budgets": _own_table(BudgetConfig),
+        "offloadzero": _declared(OffloadConfig),
+        "offloadzero.budgets": _declared(BudgetConfig),
         "offloadzero.placement": _SEGMENTS,
-        "offloadzero.placement[]": {**_own_table(PlacementRule), **_SEGMENTS},
-        "offloadzero.units": _own_table(UnitConfig),
-        "offloadzero.activation_checkpoints": _own_table(ActivationConfig),
-        "offloadzero.update": _own_table(UpdateConfig),
-        "offloadzero.aio": _own_table(AioConfig),
-        "offloadzero.observe": _own_table(ObserveConfig),
+        "offloadzero.placement[]": {**_declared(PlacementRule), **_SEGMENTS},
+        "offloadzero.units": _declared(UnitConfig),
+        "offloadzero.activation_checkpoints": _declared(ActivationConfig),
+        "offloadzero.update": _declared(UpdateConfig),
+        "offloadzero.aio": _declared(AioConfig),
+        "offloadzero.observe": _declared(ObserveConfig),
     }
 )

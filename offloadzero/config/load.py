@@ -1,25 +1,29 @@
-"""`load_config`: a DeepSpeed JSON, with or without an `offloadzero` block, into one frozen OffloadConfig."""
+"""`load_config`: a DeepSpeed JSON, with or without an `offloadzero` block, into one frozen OffloadConfig.
+
+Below it are the directories of the nvme tier, joined in order, each checked before anything is built on it; and what
+`initialize()` and `offload()` give to settings that a configuration leaves open.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offloadzero.config.deepspeed import Reading, read_deepspeed
-from offloadzero.config.nvme_paths import unite_nvme_paths
 from offloadzero.config.own_block import read_own_block
-from offloadzero.config.reading.json_text import Pairs, parse_json
-from offloadzero.config.reading.parse import MAX_COUNT, read_int, read_path
-from offloadzero.config.reading.plain import plain_values
-from offloadzero.config.schema import OffloadConfig
-from offloadzero.config.settle import PARTITION_KEY
+from offloadzero.config.readers import MAX_COUNT, UNRESOLVED, NvmePath, read_int
+from offloadzero.config.schema import DEFAULT_GRADIENT_CLIPPING, OffloadConfig
+from offloadzero.config.source import plain_values, read_source
 from offloadzero.core.segments import TierName
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, abbreviated
 
-MAX_FILE_BYTES = 2**20
+log = logging.getLogger("offloadzero.nvme")
+
+PARTITION_KEY = "activation_checkpointing.partition_activations"
 
 
 def load_config(
@@ -40,7 +44,7 @@ def load_config(
         return source
     read_int("world_size", world_size, minimum=1, maximum=MAX_COUNT)
     reading = Reading()
-    top = reading.block("", plain_values(_read_source(source)))
+    top = reading.block("", plain_values(read_source(source)))
     config = read_deepspeed(top, world_size=world_size, reading=reading)
     config = read_own_block(top, config, reading=reading)
     config = replace(
@@ -56,11 +60,6 @@ def load_config(
     return config
 
 
-def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file, read as `load_config` reads it, comments and all. Raises ConfigError."""
-    return plain_values(_read_json_file(path))
-
-
 def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
     users = []
     if any(TierName.NVME in rule.tiers.values() for rule in config.placement.rules):
@@ -74,28 +73,118 @@ def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
         )
 
 
-def _read_source(source: object) -> Mapping[Any, Any] | Pairs:
-    if isinstance(source, Mapping):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        return _read_json_file(source)
-    raise ConfigError("config", source, "a dict, the path of a JSON file, or an OffloadConfig")
+# --- directories ---
 
 
-def _read_json_file(source: str | os.PathLike[str]) -> Pairs:
-    path = read_path("config", source)
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError("config", str(path), f"the file cannot be read: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError("config", str(path), f"the file has more than {MAX_FILE_BYTES} bytes")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError("config", str(path), f"the file is not UTF-8 text: {error}") from error
-    values = parse_json(text, name=str(path))
-    if not isinstance(values, Pairs):
-        raise ConfigError("config", str(path), "the file must hold one JSON object {...}")
-    return values
+def unite_nvme_paths(paths: Iterable[NvmePath], *, elsewhere: bool = False) -> tuple[Path, ...]:
+    """Return the distinct usable directories, absolute, in order of first mention; ConfigError for an unusable one.
+
+    A directory that does not exist yet is usable where the directory above it exists: `create_nvme_directories`. Those
+    of a machine that is `elsewhere` are taken as they are named.
+    """
+    united: dict[str, Path] = {}
+    for entry in paths:
+        try:
+            if not elsewhere:
+                _check_directory(entry)
+            path = entry.path.absolute()  # used later, perhaps in another directory
+        except OSError as error:
+            raise ConfigError(entry.key, str(entry.path), f"cannot be used: {error.strerror}") from error
+        united.setdefault(os.path.realpath(entry.path), path)
+    return tuple(united.values())
+
+
+def create_nvme_directories(paths: Iterable[Path]) -> None:
+    """Create the directories that do not exist yet, and say so in the log. The directory above must exist.
+
+    Raises ConfigError where one cannot be created.
+    """
+    for path in paths:
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError("nvme_path", str(path), f"cannot be created: {error.strerror}") from error
+        log.info("nvme_path %s: there was no such directory, it is created", path)
+
+
+def _check_directory(entry: NvmePath) -> None:
+    if os.path.lexists(entry.path):
+        _check_usable(entry, entry.path)
+        return
+    above = entry.path.parent
+    if not os.path.isdir(above):
+        raise ConfigError(
+            entry.key,
+            str(entry.path),
+            f"there is no such directory, nor {abbreviated(str(above))} to create it in: create it, or mount the drive",
+        )
+    _check_usable(entry, above)
+
+
+def _check_usable(entry: NvmePath, directory: Path) -> None:
+    text = str(directory)
+    if not os.path.isdir(text):
+        raise ConfigError(entry.key, text, "is not a directory")
+    # access() answers for this process, root included; a read-only mount shows in the flags everywhere.
+    if os.statvfs(text).f_flag & os.ST_RDONLY:
+        raise ConfigError(entry.key, text, "is not writable: the filesystem is mounted read-only")
+    if not os.access(text, os.W_OK | os.X_OK):
+        raise ConfigError(entry.key, text, "is not writable: this process lacks the permission")
+
+
+# --- settings that are left open ---
+
+
+def expect_partitionable(config: OffloadConfig) -> None:
+    """Raise ConfigError where inputs of checkpointed units are to be divided, and no ranks have the same ones."""
+    mesh = config.mesh
+    if not config.partition_activations or (mesh is not None and (mesh.tensor_size or 0) > 1):
+        return
+    if mesh is not None and mesh.tensor_size is None:
+        raise ConfigError(
+            PARTITION_KEY, True, "needs get_tensor_model_parallel_world_size() of initialize(mpu=...)"
+        )
+    allowed = (
+        "false: there is nothing to partition. It divides what offloadzero.activation_checkpoints keeps among the "
+        f"ranks along the axis tp of initialize(mpu=...), and here is {'one' if mesh is not None else 'none'}"
+    )
+    raise ConfigError(PARTITION_KEY, True, allowed)
+
+
+def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
+    """Fill in DeepSpeed's defaults, and warn of those that change the training.
+
+    Raises:
+        ConfigError: the number of micro batches per step is "auto" and does not follow from the batch sizes.
+    """
+    steps = "gradient_accumulation_steps"
+    if steps in config.batch.unresolved and config.batch.managed:
+        sizes = "train_batch_size and train_micro_batch_size_per_gpu"
+        raise ConfigError(steps, "auto", f"{UNRESOLVED}; or give {sizes}, from which it follows")
+    if config.gradient_clipping is not None:
+        return config
+    warning = (
+        f"The configuration has no gradient_clipping: gradients are clipped at a norm of "
+        f"{DEFAULT_GRADIENT_CLIPPING}, DeepSpeed's default. Write the key, {DEFAULT_GRADIENT_CLIPPING} or any other "
+        "number or 0 for no clipping, and this warning is gone."
+    )
+    return replace(config, gradient_clipping=DEFAULT_GRADIENT_CLIPPING, warnings=(*config.warnings, warning))
+
+
+def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
+    """Leave gradients alone unless the configuration says otherwise, as in torch; the script does the rest."""
+    why = "offload() trains with the optimizer that it is given"
+    clipping = config.gradient_clipping
+    settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping)
+    return with_unused_blocks(settled, optimizer=why, scheduler=why)
+
+
+def with_unused_blocks(
+    config: OffloadConfig, *, optimizer: str | None = None, scheduler: str | None = None
+) -> OffloadConfig:
+    """Note for the log why the blocks of optimizer and schedule are not used, where the configuration has them."""
+    blocks = (("optimizer", config.optimizer, optimizer), ("scheduler", config.scheduler, scheduler))
+    unused = [f"{key}: not used: {why}" for key, block, why in blocks if block and why is not None]
+    return replace(config, notices=(*config.notices, *unused))

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
 
-from offloadzero.config.declared import own_keys
+from offloadzero.config.block import Block
 from offloadzero.config.deepspeed import Reading
 from offloadzero.config.keys import OWN_KEYS
-from offloadzero.config.nvme_paths import read_nvme_paths
-from offloadzero.config.reading.block import Block
-from offloadzero.config.reading.own_values import TIERS, read_tier
-from offloadzero.config.reading.parse import AUTO, read_enum, read_int
+from offloadzero.config.readers import AUTO, TIERS, read_enum, read_int, read_nvme_paths, read_tier
 from offloadzero.config.schema import (
     ActivationConfig,
     ObserveConfig,
@@ -22,51 +18,37 @@ from offloadzero.config.schema import (
     PlacementRule,
     UpdateConfig,
 )
+from offloadzero.core.constants import COMPACT_CHUNK_MULTIPLE
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 RECORD_SEGMENTS = (SegmentKind.PARAM, SegmentKind.STATES)
 _SEGMENTS = tuple(SegmentKind(name) for name in OWN_KEYS["offloadzero.placement"])
 
 _ROOT = "offloadzero"
-T = TypeVar("T", bound="DataclassInstance")
 
 
 def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> OffloadConfig:
     """Return `base` with the block's settings over it; nvme paths go to `reading`. Raises ConfigError."""
     own = top.sub_block(_ROOT, table=OWN_KEYS[_ROOT], notices=reading.notices)
-    config = _read_keys(own, base)
+    config = own.read_fields(base)
     if config.state_layout == "compact" and config.precision.param_dtype == "fp16":
         raise ConfigError(own.dotted("state_layout"), "compact", "needs bf16 parameters, fp16 is enabled")
     reading.nvme_paths.extend(own.read("nvme_path", read_nvme_paths, ()))
     return replace(
         config,
         placement=_read_placement(own, base.placement, reading),
-        budgets=_read_keys(_part(own, "budgets", reading), base.budgets),
-        units=_read_keys(_part(own, "units", reading), base.units),
+        budgets=_part(own, "budgets", reading).read_fields(base.budgets),
+        units=_part(own, "units", reading).read_fields(base.units),
         activation_checkpoints=_read_activations(own, reading),
         update=_read_update(_part(own, "update", reading), base.update, state_layout=config.state_layout),
-        aio=_read_keys(_part(own, "aio", reading), base.aio),
+        aio=_part(own, "aio", reading).read_fields(base.aio),
         observe=_read_observe(_part(own, "observe", reading), base.observe),
     )
 
 
 def _part(own: Block, name: str, reading: Reading) -> Block:
     return own.sub_block(name, table=OWN_KEYS[f"{_ROOT}.{name}"], notices=reading.notices)
-
-
-def _read_keys(block: Block, base: T) -> T:
-    """Return `base` with the fields whose keys the block has: [Note: a key is its field]."""
-    values = {
-        name: block.read(key.name, key.read, getattr(base, name), **key.bounds)
-        for name, key in own_keys(type(base))
-        if key.read is not None
-    }
-    return replace(base, **values)
 
 
 def _read_placement(own: Block, base: PlacementConfig, reading: Reading) -> PlacementConfig:
@@ -112,7 +94,7 @@ def _read_rule(block: Block) -> PlacementRule:
     if not tiers:
         segments = ", ".join(_SEGMENTS)
         raise ConfigError(block.path, block.written(), f"a rule needs at least one of {segments}")
-    return _read_keys(block, PlacementRule(tiers=MappingProxyType(tiers)))
+    return block.read_fields(PlacementRule(tiers=MappingProxyType(tiers)))
 
 
 def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
@@ -128,7 +110,7 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
         return None
     block = _part(own, "activation_checkpoints", reading)
     base = ActivationConfig(tier=TierName.HOST) if reading.inputs_on_host else ActivationConfig()
-    inputs = _read_keys(block, base)
+    inputs = block.read_fields(base)
     if reading.inputs_on_host and inputs.tier.is_device:
         raise ConfigError(
             block.dotted("tier"),
@@ -146,17 +128,17 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
 
 def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:
     if state_layout != "compact":
-        return _read_keys(block, base)
+        return block.read_fields(base)
     # Before its own reader, whose multiple is too small here.
     if block.read("chunk_elements", read_int, 0) % COMPACT_CHUNK_MULTIPLE:
         allowed = f"a multiple of {COMPACT_CHUNK_MULTIPLE} with state_layout compact"
         raise ConfigError(block.dotted("chunk_elements"), block.raw("chunk_elements"), allowed)
     rounded = -(-base.chunk_elements // COMPACT_CHUNK_MULTIPLE) * COMPACT_CHUNK_MULTIPLE
-    return _read_keys(block, replace(base, chunk_elements=rounded))
+    return block.read_fields(replace(base, chunk_elements=rounded))
 
 
 def _read_observe(block: Block, base: ObserveConfig) -> ObserveConfig:
-    observe = _read_keys(block, base)
+    observe = block.read_fields(base)
     if observe.trace_steps and observe.run_dir is None:
         raise ConfigError(block.dotted("trace_steps"), block.raw("trace_steps"), "run_dir must be set too")
     return observe

@@ -2,40 +2,96 @@
 
 All sizes are in bytes unless a name says otherwise. Objects are built by `offloadzero.config.load_config`,
 which validates; nothing below re-checks what the loader has checked. A field made by `own_key` or `own_block` is a key
-of the `offloadzero` block, of which it says everything: [Note: a key is its field] in `declared.py`. DeepSpeed's keys
+of the `offloadzero` block, of which it says everything: [Note: a key is its field] in `readers.py`. DeepSpeed's keys
 set the others; they are in `keys.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from offloadzero.config.declared import own_block, own_key
-from offloadzero.config.reading.own_values import (
+from offloadzero.config.readers import (
+    own_block,
+    own_key,
+    read_bool,
     read_bool_or_auto,
     read_cores,
     read_device,
-    read_multiple,
-    read_steps,
-    read_tier,
-)
-from offloadzero.config.reading.parse import (
-    read_bool,
     read_enum,
     read_float,
     read_int,
+    read_multiple,
     read_num_bytes,
     read_path,
+    read_steps,
     read_str,
     read_str_list,
+    read_tier,
 )
-from offloadzero.core.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_UPDATE_THREADS, SPARED_CORES
+from offloadzero.core.constants import (
+    CHUNK_MULTIPLE,
+    COMPACT_CHUNK_MULTIPLE,
+    GRID_BYTES,
+    MAX_UPDATE_THREADS,
+    SPARED_CORES,
+)
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
+from offloadzero.errors import ConfigError
+
+# --- the optimizers that a configuration can name ---
+
+TORCH_ADAMW_DECAY = 0.01  # torch.optim.AdamW's default
+
+_ADAM: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "torch_adam": False,
+    }
+)
+# For each type, the arguments it takes and their defaults; offloadzero.update.specs has its update.
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Adam": _ADAM,
+        "AdamW": _ADAM,
+        "Lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "Adagrad": {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "eps": 1e-10,
+            "weight_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+        },
+        "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    }
+)
+# Arguments of DeepSpeed's own and of torch.optim (2.13) that a script may carry over.
+KNOWN_OPTIMIZERS = (
+    *(
+        "Lamb",
+        "Muon",
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+        "MuAdam",
+        "MuAdamW",
+        "MuSGD",
+    ),
+    *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    "SparseAdam",
+)
+
+
+# --- the configuration ---
 
 DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's
 STATE_LAYOUTS = ("fp32", "compact")
@@ -56,16 +112,90 @@ class BatchConfig:
     unresolved: tuple[str, ...] = ()
 
 
+TRAIN_BATCH = "train_batch_size"
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION_STEPS = "gradient_accumulation_steps"
+
+
+def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, world_size: int) -> BatchConfig:
+    """Fill in what is None. One size alone means one accumulation step; with none all sizes stay None.
+
+    Raises ConfigError where the train batch is not the product of the others and `world_size`.
+    """
+    if train is None:
+        if micro is None:
+            return BatchConfig(
+                None, None, BatchConfig.gradient_accumulation_steps if steps is None else steps
+            )
+        steps = BatchConfig.gradient_accumulation_steps if steps is None else steps
+        return BatchConfig(micro * steps * world_size, micro, steps)
+    if micro is None:
+        steps = BatchConfig.gradient_accumulation_steps if steps is None else steps
+        micro = _divide(
+            train,
+            by=steps * world_size,
+            product=f"{MICRO_BATCH} * {steps} ({ACCUMULATION_STEPS}) * {world_size} (ranks)",
+        )
+    elif steps is None:
+        steps = _divide(
+            train,
+            by=micro * world_size,
+            product=f"{micro} ({MICRO_BATCH}) * {ACCUMULATION_STEPS} * {world_size} (ranks)",
+        )
+    if micro * steps * world_size != train:
+        raise ConfigError(
+            TRAIN_BATCH,
+            train,
+            f"must equal {MICRO_BATCH} * {ACCUMULATION_STEPS} * ranks = {micro} * {steps} * {world_size}"
+            f" = {micro * steps * world_size}",
+        )
+    return BatchConfig(train, micro, steps)
+
+
+def _divide(train: int, *, by: int, product: str) -> int:
+    quotient, rest = divmod(train, by)
+    if rest or quotient < 1:
+        raise ConfigError(TRAIN_BATCH, train, f"must equal {product}: not a multiple of {by}")
+    return quotient
+
+
 @dataclass(frozen=True)
 class LossScaleConfig:
     """Loss scaling for fp16: `static` = 0.0 means dynamic (Micikevicius et al. 2018, section 3.2)."""
 
-    static: float = 0.0
-    initial_scale_power: int = 16
-    window: int = 1000
-    hysteresis: int = 2
-    min_scale: float = 1.0
-    consecutive_hysteresis: bool = False  # each good step restores the hysteresis, not the doubling alone
+    static: float = own_key(
+        0.0,
+        "a fixed loss scale, 0 for a dynamic one; {default} when absent",
+        read_float,
+        name="loss_scale",
+        minimum=0,
+    )
+    initial_scale_power: int = own_key(
+        16,
+        "the dynamic scale starts at 2 to this power; {default} when absent",
+        read_int,
+        minimum=0,
+        maximum=127,
+    )
+    window: int = own_key(
+        1000,
+        "good steps before the one with which the scale doubles; {default} when absent",
+        read_int,
+        name="loss_scale_window",
+        minimum=1,
+    )
+    hysteresis: int = own_key(
+        2, "overflows before the scale halves; {default} when absent", read_int, minimum=1
+    )
+    min_scale: float = own_key(
+        1.0, "the dynamic scale's floor; {default} when absent", read_float, name="min_loss_scale", minimum=0
+    )
+    consecutive_hysteresis: bool = own_key(
+        False,
+        "true: an overflow is forgotten with the next good step, not only when the scale doubles; {default} when "
+        "absent",
+        read_bool,
+    )
 
 
 @dataclass(frozen=True)
@@ -249,12 +379,32 @@ class AioConfig:
 class ZeroPlusPlusConfig:
     """Fewer bytes between the ranks of stage 3 (ZeRO++, arXiv 2306.10209)."""
 
-    quantized_weights: bool = False  # qwZ: weights are gathered as int8 codes
-    quantized_nontrainable_weights: bool = False  # those that do not train are
-    # hpZ: consecutive ranks, of one machine, that keep a copy of what was gathered for the next time; 1: none do.
-    node_ranks: int = 1
-    quantized_gradients: bool = (
-        False  # qgZ: gradients are reduced as int4 codes, within a machine and then across
+    node_ranks: int = own_key(  # hpZ
+        1,
+        "so many consecutive ranks, those of a machine, keep a copy of the weights of each unit from its first gather "
+        "in a step for the later ones; divides the number of ranks; 1 for none; {default} when absent; needs stage 3",
+        read_int,
+        name="zero_hpz_partition_size",
+        minimum=0,
+    )
+    quantized_weights: bool = own_key(  # qwZ
+        False,
+        "weights are gathered from the ranks as int8 codes, of half the bytes of bf16; needs stage 3",
+        read_bool,
+        name="zero_quantized_weights",
+    )
+    quantized_nontrainable_weights: bool = own_key(
+        False,
+        "the same for weights that do not train alone; needs stage 3. Their homes keep the exact ones",
+        read_bool,
+        name="zero_quantized_nontrainable_weights",
+    )
+    quantized_gradients: bool = own_key(  # qgZ
+        False,
+        "gradients are reduced as int4 codes, within a machine and then across machines, in a quarter of the bytes of "
+        "bf16; needs stage 3",
+        read_bool,
+        name="zero_quantized_gradients",
     )
 
 

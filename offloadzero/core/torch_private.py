@@ -16,6 +16,7 @@ import inspect
 import logging
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -147,6 +148,10 @@ def end_graph(reason: str) -> None:
         raise importlib.import_module("torch._dynamo.exc").Unsupported(reason)
 
 
+# torch's method without its decorator, which imports the compiler to keep it out.
+add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
 def import_compiler() -> None:
     """Import the compiler, as torch.utils.checkpoint does in its first call.
 
@@ -192,6 +197,20 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = _look_up("_C.TensorBase
 queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
     "autograd.Variable._execution_engine.queue_callback"
 )
+
+
+class _Running:
+    """Autograd holds it until the backward is over, or has failed."""
+
+    def __call__(self) -> None:
+        """Do nothing at the end."""
+
+
+def running_backward() -> weakref.ref[Any]:
+    """Return a reference that is dead when the backward that is on its way on this thread has ended."""
+    running = _Running()
+    queue_backward_callback(running)
+    return weakref.ref(running)
 
 
 # A subclass sees each operation below autograd while it is entered.

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from offloadzero.activations.input_parts import InputParts
-from offloadzero.activations.memory import PlannedMemory
+from offloadzero.access.agreement import Announcements
+from offloadzero.access.gathered import ScriptBlocks
+from offloadzero.access.homes import HomeAccess
+from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
 from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine.join import expect_same_homes, expect_same_model
 from offloadzero.engine.lifetime import Resources
 from offloadzero.engine.planned_model import uses_of
-from offloadzero.engine.same_model import expect_same_homes, expect_same_model
 from offloadzero.errors import ConfigError
 from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
@@ -31,31 +33,22 @@ from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
-from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
+from offloadzero.step.job import Hypers
 from offloadzero.step.landing import Landing
+from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import WindowGradients
-from offloadzero.step.reduction.coded import CodedReduce
-from offloadzero.step.reduction.piecewise import PiecewiseReduce
-from offloadzero.step.reduction.reduction import Reduction
-from offloadzero.step.script.param_grad import GradientAccess
-from offloadzero.step.script.window import GradientWindow
-from offloadzero.streaming.access.agreed_reads import Announcements
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
-from offloadzero.streaming.access.homes import HomeAccess
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.access.weights import WeightAccess
+from offloadzero.step.reduction import Reduction
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.building.spill import file_bytes, host_bytes
-from offloadzero.streaming.building.units import UnitCut, checkpointed_modules, cut_units
+from offloadzero.streaming.building.units import UnitCut, cut_units
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.hpz_copies import NearCopies
-from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.streaming.unit_gather import UnitGather
+from offloadzero.streaming.unit_gather import HpzCopies, UnitGather
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
@@ -63,7 +56,7 @@ from offloadzero.update.spec import DTYPES, AnySpec
 
 
 @dataclass(frozen=True)
-class Loop:
+class ScriptLoop:
     """The script's way of training: the calls that its loop makes."""
 
     current_hypers: Callable[[], Hypers]  # reads the hyperparameters by group index
@@ -74,73 +67,6 @@ class Loop:
     may_not_train: Sequence[
         ParamSlot
     ]  # frozen when the model was offloaded, and its to train when they are not
-
-
-@dataclass(frozen=True)
-class Ground:
-    """The things that all parts stand on, and their ways to get memory."""
-
-    config: OffloadConfig
-    plan: MemoryPlan
-    store: TieredStore
-    clock: StepClock
-    group: Group
-
-    def device_lease(self, label: str, num_bytes: int) -> Lease | None:
-        """Lease memory of the device, or return None where nothing is planned."""
-        return self.store.device.lease(num_bytes, label) if num_bytes else None
-
-    def device_pool(self, leases: Sequence[Lease]) -> BufferPool:
-        """Make a pool of leases, in which the threads that wait for one take turns."""
-        poison = self.config.poison_released_leases
-        return BufferPool(leases, failures=self.store.failures, poison=poison)
-
-    def host_pool(self, label: str, count: int, num_bytes: int, *, for_files: bool = False) -> BufferPool:
-        """Make a pool of buffers in host memory; `for_files`: the file engine reads and writes them."""
-        leases: list[Lease] = []
-        if num_bytes:
-            leases = [self.store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
-        if for_files:
-            self.store.register(leases, may_pin=self.config.pin_memory)
-        poison = self.config.poison_released_leases
-        return BufferPool(leases, failures=self.store.failures, poison=poison)
-
-    def unit_arena(self) -> Arena:
-        """The part of the device arena from which units are leased."""
-        lease = self.device_lease("unit leases", self.plan.unit_lease_bytes)
-        memory = lease.bytes if lease is not None else torch.empty(0, device="cpu")
-        return Arena("unit lease", memory, poison=self.config.poison_released_leases)
-
-    def update_threads(self) -> tuple[Sequence[int], int | None]:
-        """The cores that updates keep to (empty: any), and the number of their threads (None: that of the cores)."""
-        update = self.config.update
-        cores = update.cores
-        if not cores and update.num_threads is None and self.store.accelerator.has_streams:
-            cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
-        num_threads = update.num_threads or len(cores) or None
-        if num_threads is None and not self.group.is_alone:  # the ranks of a machine share its cores
-            num_threads = max(1, len(os.sched_getaffinity(0)) // self.group.local_world_size)
-        return cores, num_threads
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an engine, all of them whole."""
-
-    executor: Executor
-    changes: UnitChanges
-    reads: UnitReads
-    weights: WeightAccess
-    blocks: ScriptBlocks
-    announcements: Announcements  # of this rank to the others
-    pipeline: UpdatePipeline
-    activations: ActivationStore | None
-    decider: Decider
-    landing: Landing
-    window: GradientWindow
-    collector: GradientCollector
-    accumulation: Accumulation
-    coordinator: StepCoordinator
 
 
 # --- the model, cut and planned ---
@@ -190,12 +116,6 @@ def _expect_storable(records: Sequence[Record]) -> None:
             )
 
 
-def find_checkpointed(model: nn.Module, cut: UnitCut, config: OffloadConfig) -> dict[str, nn.Module]:
-    """Return the modules by name whose forward is run again in backward. Raises ConfigError."""
-    checkpointing = config.activation_checkpoints
-    return checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
-
-
 def plan_cut(
     cut: UnitCut,
     config: OffloadConfig,
@@ -228,13 +148,6 @@ def plan_cut(
 # --- the memory ---
 
 
-def make_directories(config: OffloadConfig, plan: MemoryPlan) -> None:
-    """Make the directories of files, if the engine has any."""
-    checkpointing = config.activation_checkpoints
-    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier.is_file):
-        create_nvme_directories(config.nvme_paths)
-
-
 def open_store(
     records: Sequence[Record],
     config: OffloadConfig,
@@ -243,7 +156,10 @@ def open_store(
     *,
     failures: Failures,
 ) -> TieredStore:
-    """Take the memory of all tiers, apart from that of activation checkpoints."""
+    """Take the memory of all tiers, apart from that of activation checkpoints; make the directories of all files."""
+    checkpointing = config.activation_checkpoints
+    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier.is_file):
+        create_nvme_directories(config.nvme_paths)
     of_inputs = plan.inputs.nvme if plan.inputs is not None else 0  # a file of their own
     fetched = plan.inputs.device if plan.inputs is not None else 0  # apart, too
     return TieredStore(
@@ -264,10 +180,10 @@ def open_store(
 def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredStore) -> None:
     """Make the homes of all records, which hold zeros."""
     for record in records:
-        for kind, (dtype, num_elements) in record.layout().items():
+        for kind, (dtype, num_elements) in record.layout.items():
             tier = plan.placement[record.index, kind]
             record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
-        if record.state.keeps_whole_params:
+        if record.keeps_whole_params:
             whole = record.segments[SegmentKind.PARAM]
             start, stop = record.shard.kept_range(record.num_trainable)
             record.whole_param = whole
@@ -278,259 +194,222 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
             tier = plan.placement[record.index, SegmentKind.GRAD]
             if plan.grads_have_homes or tier.is_device:
                 record.segments[SegmentKind.GRAD] = store.create(
-                    record.name, SegmentKind.GRAD, record.grad_dtype, record.state.kept_trainable, tier
+                    record.name, SegmentKind.GRAD, record.grad_dtype, record.kept_trainable, tier
                 )
 
 
 # --- the parts ---
 
 
-def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources: Resources) -> Parts:
-    """Build the parts in their order, each from those before it. `resources` then has all that must be closed."""
-    config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
-    if config.pin_memory:
-        store.pin()
-    codes = ground.device_lease("weight codes", plan.weight_code_bytes)
-    coded = CodedGather(None if codes is None else codes.bytes, config=config.zero_plus_plus)
-    executor = _build_executor(records, ground, coded)
-    cores, num_threads = ground.update_threads()
-    pipeline = _build_pipeline(ground, cores, num_threads)
-    activations = None
-    if config.activation_checkpoints:
-        activations = resources.make(lambda: _build_activation_store(ground))
-    policy = StepPolicy(
-        update_in_backward=plan.update_in_backward,
-        keeps_gradients=plan.grads_have_homes,
-        loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
-    )
-    accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
-    decider = _build_decider(ground, accounts, policy)
-    changes, reads = executor.changes, UnitReads(executor)
-    group, failures = ground.group, store.failures
-    announcements = Announcements(group, records, clock=clock, failures=failures)
-    homes = HomeAccess(store, changes, clock=clock, group=group, announcements=announcements)
-    weights = WeightAccess(store, homes, changes, reads, coded=coded)
-    blocks = ScriptBlocks(
-        weights,
-        reads,
-        group=group,
-        coded=coded,
-        records=records,
-        announcements=announcements,
-        clock=clock,
-        failures=failures,
-    )
-    gradients = WindowGradients(records)
-    access = GradientAccess(
-        store,
-        homes,
-        group=group,
-        announcements=announcements,
-        clock=clock,
-        num_threads=num_threads,
-        gradients=gradients,
-        previous_update=changes.update_ticket,
-        updates_in_backward=plan.update_in_backward,
-    )
-    window = GradientWindow(
-        gradients,
-        access,
-        keeps_after_step=loop.keeps_after_step and not plan.update_in_backward,
-        may_not_train=loop.may_not_train,
-    )
-    collector = _build_collector(ground, window, changes)
-    landing = _build_landing(ground, decider, pipeline, cores, num_threads)
-    accumulation = Accumulation(
-        config.batch,
-        keeps_gradients=policy.keeps_gradients,
-        ends_with_step=not loop.keeps_after_step,
-        world_size=config.world_size,
-    )
-    keeps_whole = any(record.whole_param is not None for record in records)
-    coordinator = StepCoordinator(
-        policy,
-        group=ground.group,
-        order=GradientOrder(ground.group, window.gradients, executor),
-        executor=executor,
-        changes=changes,
-        window=window,
-        collector=collector,
-        landing=landing,
-        decider=decider,
-        accounts=accounts,
-        pipeline=pipeline,
-        failures=store.failures,
-        clock=clock,
-        publishing=store.accelerator.lane("new-weights", store.failures) if keeps_whole else None,
-        accumulation=accumulation,
-        current_hypers=loop.current_hypers,
-        before_backward=loop.before_backward,
-    )
-    return Parts(
-        executor=executor,
-        changes=changes,
-        reads=reads,
-        weights=weights,
-        blocks=blocks,
-        announcements=announcements,
-        pipeline=pipeline,
-        activations=activations,
-        decider=decider,
-        landing=landing,
-        window=window,
-        collector=collector,
-        accumulation=accumulation,
-        coordinator=coordinator,
-    )
+class Parts:
+    """The parts of an engine, built in their order, each from those before it. `resources` closes them."""
 
+    def __init__(
+        self,
+        records: Sequence[Record],
+        config: OffloadConfig,
+        plan: MemoryPlan,
+        store: TieredStore,
+        *,
+        clock: StepClock,
+        group: Group,
+        loop: ScriptLoop,
+        resources: Resources,
+    ) -> None:
+        """Build all of them."""
+        self._config, self._plan, self._store, self._clock, self._group = config, plan, store, clock, group
+        failures = store.failures
+        if config.pin_memory:
+            store.pin()
+        coded = CodedGather(
+            self._device_memory("weight codes", plan.weight_code_bytes), config=config.zero_plus_plus
+        )
+        self.executor = executor = self._make_executor(records, coded)
+        self.changes = changes = executor.changes
+        cores, num_threads = self._update_threads()
+        self.pipeline = self._make_pipeline(cores, num_threads)
+        self.activations: ActivationStore | None = None
+        if config.activation_checkpoints:
+            self.activations = resources.make(
+                lambda: make_activation_store(config, plan, store, clock=clock, group=group)
+            )
+        policy = StepPolicy(
+            update_in_backward=plan.update_in_backward,
+            keeps_gradients=plan.grads_have_homes,
+            loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
+        )
+        decider = Decider(
+            [record.name for record in records if record.num_trainable],
+            group=group,
+            failures=failures,
+            max_norm=config.gradient_clipping or 0.0,
+            skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
+            loss_scale=policy.loss_scale,
+        )
+        self.announcements = Announcements(group, records)
+        homes = HomeAccess(store, changes, clock=clock, group=group, announcements=self.announcements)
+        self.weights = WeightAccess(store, homes, changes, executor, is_coded=coded.is_coded)
+        self.blocks = ScriptBlocks(
+            self.weights,
+            executor,
+            group=group,
+            records=records,
+            announcements=self.announcements,
+            clock=clock,
+            failures=failures,
+        )
+        gradients = WindowGradients(records)
+        access = GradientAccess(
+            store,
+            homes,
+            group=group,
+            announcements=self.announcements,
+            clock=clock,
+            num_threads=num_threads,
+            gradients=gradients,
+            previous_update=changes.update_ticket,
+            updates_in_backward=plan.update_in_backward,
+        )
+        self.window = GradientWindow(
+            gradients,
+            access,
+            keeps_after_step=loop.keeps_after_step and not plan.update_in_backward,
+            may_not_train=loop.may_not_train,
+        )
+        collector = self._make_collector()
+        self.landing = self._make_landing(decider, cores, num_threads)
+        self.accumulation = Accumulation(
+            config.batch,
+            keeps_gradients=policy.keeps_gradients,
+            ends_with_step=not loop.keeps_after_step,
+            world_size=config.world_size,
+        )
+        keeps_whole = any(record.whole_param is not None for record in records)
+        self.coordinator = StepCoordinator(
+            policy,
+            group=group,
+            order=GradientOrder(group, gradients, executor),
+            executor=executor,
+            changes=changes,
+            window=self.window,
+            collector=collector,
+            landing=self.landing,
+            decider=decider,
+            pipeline=self.pipeline,
+            failures=failures,
+            clock=clock,
+            publishing=store.accelerator.lane("new-weights", failures) if keeps_whole else None,
+            accumulation=self.accumulation,
+            current_hypers=loop.current_hypers,
+            before_backward=loop.before_backward,
+        )
 
-def _build_executor(records: Sequence[Record], ground: Ground, coded: CodedGather) -> Executor:
-    group, accelerator, near = ground.group, ground.store.accelerator, None
-    if group.near_weights is not None:
-        near = NearCopies(accelerator, _near_copies(ground), weights=group.near_weights)
-    staging_bytes = ground.plan.param_staging_bytes
-    return Executor(
-        records,
-        ground.store,
-        unit_arena=ground.unit_arena(),
-        staging=ground.host_pool("parameter staging", NUM_STAGING_LEASES, staging_bytes, for_files=True),
-        clock=ground.clock,
-        group=group,
-        gather=UnitGather(group, accelerator, coded=coded, near=near),
-    )
+    def _make_executor(self, records: Sequence[Record], coded: CodedGather) -> Executor:
+        group, plan, store = self._group, self._plan, self._store
+        near = None
+        if group.near_weights is not None:
+            arenas = {TierName.DEVICE: store.device, TierName.HOST: store.host}
+            copies = {
+                index: arenas[tier].lease(num_bytes, "copy for near ranks").bytes
+                for index, (tier, num_bytes) in plan.near_copies.items()
+            }
+            near = HpzCopies(store.accelerator, copies, weights=group.near_weights)
+        memory = self._device_memory("unit leases", plan.unit_lease_bytes)
+        if memory is None:
+            memory = torch.empty(0, device="cpu")
+        return Executor(
+            records,
+            store,
+            unit_arena=Arena("unit lease", memory, poison=store.poison),
+            staging=self._host_pool(
+                "parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes, for_files=True
+            ),
+            clock=self._clock,
+            group=group,
+            gather=UnitGather(group, store.accelerator, coded=coded, near=near),
+        )
 
+    def _make_pipeline(self, cores: Sequence[int], num_threads: int | None) -> UpdatePipeline:
+        plan, store = self._plan, self._store
+        slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
+        store.register(slots, may_pin=self._config.pin_memory)
+        pipeline = UpdatePipeline(
+            store,
+            slot_leases=slots,
+            chunk_elements=self._config.update.chunk_elements,
+            num_threads=num_threads,
+            form=plan.device_form,
+            scratch=self._device_memory("update scratch", plan.update_scratch_bytes),
+        )
+        if cores:
+            pipeline.submit(lambda: set_cores(cores))
+        return pipeline
 
-def _near_copies(ground: Ground) -> dict[int, torch.Tensor]:
-    """Lease the memory, by record, for copies of weights that the ranks of a machine keep together."""
-    arenas = {TierName.DEVICE: ground.store.device, TierName.HOST: ground.store.host}
-    return {
-        index: arenas[tier].lease(num_bytes, "copy for near ranks").bytes
-        for index, (tier, num_bytes) in ground.plan.near_copies.items()
-    }
+    def _make_collector(self) -> GradientCollector:
+        plan, device = self._plan, self._store.device
+        num_shared = NUM_GRAD_LEASES if plan.device_grad_bytes else 0
+        shared = [device.lease(plan.device_grad_bytes, f"gradient lease {i}") for i in range(num_shared)]
+        own = {
+            index: device.lease(num_bytes, "gradient lease of its own")
+            for index, num_bytes in plan.own_grad_bytes.items()
+        }
+        return GradientCollector(
+            self.window.gradients,
+            self.window.handles,
+            self._store,
+            device_leases=self._pool(shared),
+            own_leases={index: self._pool([lease]) for index, lease in own.items()},
+            clock=self._clock,
+            previous_update=self.changes.update_ticket,
+            updates_in_backward=plan.update_in_backward,
+        )
 
+    def _make_landing(self, decider: Decider, cores: Sequence[int], num_threads: int | None) -> Landing:
+        plan = self._plan
+        return Landing(
+            self._store,
+            passing=self._host_pool(
+                "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
+            ),
+            staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
+            norm_scratch=self._device_memory("norm scratch", plan.norm_scratch_bytes),
+            clock=self._clock,
+            num_threads=num_threads,
+            cores=cores,
+            reduction=Reduction(
+                self._group,
+                codes=self._device_memory("gradient codes", plan.gradient_code_bytes),
+                pieces=self._device_memory("gradient pieces", plan.gradient_piece_bytes),
+                config=self._config,
+            ),
+            decider=decider,
+            pipeline=self.pipeline,
+        )
 
-def _build_pipeline(ground: Ground, cores: Sequence[int], num_threads: int | None) -> UpdatePipeline:
-    config, plan, store = ground.config, ground.plan, ground.store
-    slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
-    store.register(slots, may_pin=config.pin_memory)
-    pipeline = UpdatePipeline(
-        store,
-        slot_leases=slots,
-        chunk_elements=config.update.chunk_elements,
-        num_threads=num_threads,
-        form=plan.device_form,
-        scratch=ground.device_lease("update scratch", plan.update_scratch_bytes),
-    )
-    if cores:
-        pipeline.submit(lambda: set_cores(cores))
-    return pipeline
+    def _device_memory(self, label: str, num_bytes: int) -> torch.Tensor | None:
+        """Lease memory of the device, uint8; None where nothing is planned."""
+        return self._store.device.lease(num_bytes, label).bytes if num_bytes else None
 
+    def _pool(self, leases: Sequence[Lease]) -> BufferPool:
+        """Make a pool of leases, in which the threads that wait for one take turns."""
+        return BufferPool(leases, failures=self._store.failures, poison=self._store.poison)
 
-def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> Decider:
-    config = ground.config
-    return Decider(
-        accounts,
-        group=ground.group,
-        failures=ground.store.failures,
-        max_norm=config.gradient_clipping or 0.0,
-        skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
-        loss_scale=policy.loss_scale,
-    )
+    def _host_pool(self, label: str, count: int, num_bytes: int, *, for_files: bool = False) -> BufferPool:
+        """Make a pool of buffers in host memory; `for_files`: the file engine reads and writes them."""
+        leases: list[Lease] = []
+        if num_bytes:
+            leases = [self._store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
+        if for_files:
+            self._store.register(leases, may_pin=self._config.pin_memory)
+        return self._pool(leases)
 
-
-def _build_collector(ground: Ground, window: GradientWindow, changes: UnitChanges) -> GradientCollector:
-    plan, device = ground.plan, ground.store.device
-    shared = [
-        device.lease(plan.device_grad_bytes, f"gradient lease {i}")
-        for i in range(NUM_GRAD_LEASES if plan.device_grad_bytes else 0)
-    ]
-    own = {
-        index: device.lease(num_bytes, "gradient lease of its own")
-        for index, num_bytes in plan.own_grad_bytes.items()
-    }
-    return GradientCollector(
-        window.gradients,
-        window.handles,
-        ground.store,
-        device_leases=ground.device_pool(shared),
-        own_leases={index: ground.device_pool([lease]) for index, lease in own.items()},
-        clock=ground.clock,
-        previous_update=changes.update_ticket,
-        updates_in_backward=plan.update_in_backward,
-    )
-
-
-def _build_landing(
-    ground: Ground,
-    decider: Decider,
-    pipeline: UpdatePipeline,
-    cores: Sequence[int],
-    num_threads: int | None,
-) -> Landing:
-    plan = ground.plan
-    return Landing(
-        ground.store,
-        passing=ground.host_pool(
-            "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
-        ),
-        staging=ground.host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
-        norm_scratch=ground.device_lease("norm scratch", plan.norm_scratch_bytes),
-        clock=ground.clock,
-        num_threads=num_threads,
-        cores=cores,
-        reduction=_build_reduction(ground),
-        decider=decider,
-        pipeline=pipeline,
-    )
-
-
-def _build_reduction(ground: Ground) -> Reduction:
-    config, plan, group = ground.config, ground.plan, ground.group
-    codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
-    memory = ground.device_lease("gradient pieces", plan.gradient_piece_bytes)
-    dtype, pieces = DTYPES[config.communication_dtype], None
-    if memory is not None and dtype is not None:
-        pieces = PiecewiseReduce(group, memory.bytes, dtype=dtype)
-    coded = CodedReduce(group, None if codes is None else codes.bytes, config=config.zero_plus_plus)
-    return Reduction(group, coded=coded, pieces=pieces, wire_dtype=dtype)
-
-
-def _build_activation_store(ground: Ground) -> ActivationStore:
-    config, budgets = ground.config, ground.config.budgets
-    if config.activation_checkpoints is None:
-        raise AssertionError("no activation checkpoints are configured")
-    return make_activation_store(
-        config.activation_checkpoints.tier,
-        store=ground.store,
-        clock=ground.clock,
-        budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
-        planned_bytes={tier: ground.plan.tier_bytes(tier) for tier in TierName},
-        planned=_planned_inputs(ground),
-        parts=_build_input_parts(ground),
-        pin_memory=config.pin_memory,
-        nvme_paths=config.nvme_paths,
-        aio=config.aio,
-    )
-
-
-def _build_input_parts(ground: Ground) -> InputParts | None:
-    """What brings inputs away in parts and back whole; None where no other rank has the same ones."""
-    gathers, orders = ground.group.activations, ground.group.activation_orders
-    if gathers is None or orders is None:
-        return None
-    return InputParts(gathers, orders, ground.store.accelerator)
-
-
-def _planned_inputs(ground: Ground) -> PlannedMemory | None:
-    inputs, store = ground.plan.inputs, ground.store
-    if inputs is None:
-        return None
-    label = "activation checkpoint"
-    return PlannedMemory(
-        inputs.input_bytes,
-        inputs.kept_bytes,
-        # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
-        device=store.accelerator.allocate(inputs.device),
-        host=Arena(label, store.host.lease(inputs.host, label).bytes),
-        nvme_bytes=inputs.nvme,
-    )
+    def _update_threads(self) -> tuple[Sequence[int], int | None]:
+        """The cores that updates keep to (empty: any), and the number of their threads (None: that of the cores)."""
+        update = self._config.update
+        cores = update.cores
+        if not cores and update.num_threads is None and self._store.accelerator.has_streams:
+            cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
+        num_threads = update.num_threads or len(cores) or None
+        if num_threads is None and not self._group.is_alone:  # the ranks of a machine share its cores
+            num_threads = max(1, len(os.sched_getaffinity(0)) // self._group.local_world_size)
+        return cores, num_threads

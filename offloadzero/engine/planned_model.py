@@ -22,6 +22,7 @@ from offloadzero.config import (
     settle_for_offload,
 )
 from offloadzero.core.segments import TierName
+from offloadzero.engine.join import expect_built
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
@@ -119,16 +120,11 @@ class ModelPlanner:
         config = settle(config, loop)
         expect_partitionable(config)
         if config.world_size > 1:
-            from offloadzero.ranks.join import expect_built  # it loads torch.distributed
-
             expect_built(config)
         spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
         spec.expect_layout(config.state_layout)
         cut = self._cut(config, spec)
-        checkpointing = config.activation_checkpoints
-        checkpointed = (
-            checkpointed_modules(self._model, cut, config.units, checkpointing.units) if checkpointing else {}
-        )
+        checkpointed = checkpointed_modules(self._model, cut, config)
         plan = plan_records(
             cut.records,
             config,

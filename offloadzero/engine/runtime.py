@@ -16,23 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from offloadzero.access.weights import answer_for
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
 from offloadzero.engine.build import (
-    Ground,
-    Loop,
-    build_parts,
+    Parts,
+    ScriptLoop,
     create_segments,
     cut_model,
-    find_checkpointed,
-    make_directories,
     open_store,
     plan_cut,
 )
+from offloadzero.engine.join import agree_on_buffers, join_ranks
 from offloadzero.engine.lifetime import EngineState, Resources, wait_for_collected
-from offloadzero.engine.same_model import agree_on_buffers
 from offloadzero.errors import RankError, StateError
 from offloadzero.memory.device import find_device, make_current
 from offloadzero.memory.lanes import Accelerator
@@ -45,12 +43,10 @@ from offloadzero.planning.homes import idle_rules, rank_bytes
 from offloadzero.planning.placement import describe_placement
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
-from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
-from offloadzero.streaming.access.slot_weight import answer_for
-from offloadzero.streaming.building.initial_values import write_states
-from offloadzero.streaming.building.original_form import OriginalForm
-from offloadzero.streaming.building.units import UnitCut
+from offloadzero.step.job import Hypers
+from offloadzero.streaming.building.original_form import OriginalForm, write_states
+from offloadzero.streaming.building.units import UnitCut, checkpointed_modules
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -109,7 +105,7 @@ class Runtime:
         cut = cut_model(model, config, group_of=group_of, spec=spec, group=self.group)
         self._cut, self.records = cut, cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
-        loop = Loop(
+        loop = ScriptLoop(
             current_hypers=current_hypers,
             before_backward=before_backward,
             keeps_after_step=keeps_after_step,
@@ -119,7 +115,7 @@ class Runtime:
         self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
         self._is_restored = False
         self.hooks: ModelHooks | None = None
-        checkpointed = find_checkpointed(model, cut, config)
+        checkpointed = checkpointed_modules(model, cut, config)
         self._checkpointed = tuple(checkpointed)
         self.plan = plan_cut(
             cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), group=self.group
@@ -133,7 +129,6 @@ class Runtime:
             raise
 
     def _take_memory(self) -> None:
-        make_directories(self.config, self.plan)
         self.store = self.resources.make(
             lambda: open_store(self.records, self.config, self.plan, self.accelerator, failures=self.failures)
         )
@@ -143,7 +138,7 @@ class Runtime:
         cut: UnitCut,
         checkpointed: Mapping[str, nn.Module],
         param_groups: Sequence[Mapping[str, object]],
-        loop: Loop,
+        loop: ScriptLoop,
     ) -> None:
         """Move the states to their homes, build the parts and put the hooks on the model."""
         create_segments(cut.records, self.plan, self.store)
@@ -151,12 +146,19 @@ class Runtime:
         self._original.load(self.store, self.group)
         for record in cut.records:
             write_states(record, param_groups, self.store)
-        ground = Ground(self.config, self.plan, self.store, self.clock, self.group)
-        parts = build_parts(cut.records, ground, loop, self.resources)
+        self.parts = parts = Parts(
+            cut.records,
+            self.config,
+            self.plan,
+            self.store,
+            clock=self.clock,
+            group=self.group,
+            loop=loop,
+            resources=self.resources,
+        )
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
-        self.parts = parts
         self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
 
@@ -167,7 +169,6 @@ class Runtime:
             self.model,
             self._cut,
             executor=parts.executor,
-            reads=parts.reads,
             gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
             weights=parts.weights,
             blocks=parts.blocks,
@@ -286,8 +287,9 @@ class Runtime:
         self.parts.announcements.read_by_first(work, self.weights.homes.read)
 
     def announce_load(self) -> None:
-        """Raise StateError on all ranks unless all of them load a checkpoint now."""
-        self.parts.announcements.announce_load()
+        """Raise StateError on all ranks unless all load a checkpoint now: what they agree on has sizes of its own."""
+        with self.clock.waiting("state access"), self.store.failures.handed_over():
+            self.parts.announcements.announce("loads a checkpoint")
 
     def odd_ranks(self, what: str, text: str, *, of_part: str) -> list[int]:
         """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages.
@@ -433,8 +435,6 @@ def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Reso
     """Join the other ranks, which `resources` leaves in the end; this process may be alone."""
     if not config.is_of_several:
         return Group()
-    from offloadzero.ranks.join import join_ranks  # late: it loads torch.distributed
-
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.
     atexit.register(_close_at_exit)

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiofiles
 
-from offloadzero.core.limits import MAX_AIOFILES_THREADS
+from offloadzero.core.constants import MAX_AIOFILES_THREADS
 from offloadzero.io.backends import EngineOptions, FaultKind
 
 _MAX_STALLS = 16

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offloadzero.core.limits import GRID_BYTES
+from offloadzero.core.constants import GRID_BYTES
 from offloadzero.errors import AioError
 from offloadzero.io import _aio
 from offloadzero.memory.arena import align_up

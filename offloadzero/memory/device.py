@@ -48,37 +48,44 @@ class Stream(Protocol):
         """Block the host until the stream is idle."""
 
 
-class Device(Protocol):
-    """Everything that the engine asks of a device."""
+class Device:
+    """Everything that the engine asks of a device. What is said here holds where all launched work has run."""
 
     torch_device: torch.device
 
     def name(self) -> str | None:
         """The maker's name of the device; None for the CPU."""
+        return None
 
-    def new_stream(self, name: str) -> Stream | None:
+    def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
         """Make a stream for one lane, by name; None if the device has no streams."""
+        return None
 
     def current_stream(self) -> Stream | None:
         """Return the stream on which the calling thread launches."""
+        return None
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
         """Inside the block the calling thread launches on `stream`, and this device is its current one."""
+        raise AssertionError(f"a device without streams, and {stream}")
 
-    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
+    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:  # noqa: ARG002
         """Record an event at the end of the work launched on `stream`. Waiting for it on the host does not spin.
 
         `again`: an event that is no longer used, timed as this one. It may be recorded instead of a new one.
         """
+        raise AssertionError(f"a device without streams, and {stream}")
 
     def elapsed_s(self, first: Event, last: Event) -> float:
         """Return the seconds between two timed events that have been reached."""
+        raise AssertionError(f"a device without events, and {first}, {last}")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate device memory: uint8, shape (num_bytes,). It belongs to the calling thread's current stream.
 
         Before the memory is dropped no other stream may use it any more.
         """
+        raise NotImplementedError
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
         """Page-lock host memory for the copy engines. `label` is for errors. OffloadError if the system refuses."""
@@ -88,61 +95,34 @@ class Device(Protocol):
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
         """Allocate one element of pinned host memory, shape ()."""
+        raise NotImplementedError
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch the copy of equal bytes between host and device on the calling thread's current stream."""
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Block until the device is idle."""
 
     def free_bytes(self) -> int | None:
         """The bytes that can be taken now; None if they are the host's."""
+        return None
 
     def check_not_capturing(self) -> None:
         """Raise StateError while the calling thread's stream records a graph: a graph cannot hold transfers."""
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The CPU as the device: the same engine with real threads, where every kernel has run when its launch returns."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-
-    def name(self) -> str | None:
-        """None: the CPU has no name here."""
-        return None
-
-    def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
-        """None: the CPU has no streams."""
-        return None
-
-    def current_stream(self) -> Stream | None:
-        """None: the CPU has no streams."""
-        return None
-
-    def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Raise AssertionError: there are no streams."""
-        raise AssertionError(stream)
-
-    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
-        """Raise AssertionError: there are no streams."""
-        raise AssertionError(stream, timed, again)
-
-    def elapsed_s(self, first: Event, last: Event) -> float:
-        """Raise AssertionError: there are no events."""
-        raise AssertionError((first, last))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate ordinary memory, zero, touched when first used."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
-
-    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
-        """Do nothing: the CPU needs no pinned memory."""
-
-    def unpin(self, buffer: torch.Tensor) -> None:
-        """Do nothing: nothing was pinned."""
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
         """Allocate ordinary memory, as all memory is the host's."""
@@ -154,18 +134,8 @@ class CpuDevice:
 
         kernels.copy(target, source)
 
-    def synchronize(self) -> None:
-        """Do nothing: no work is ever outstanding."""
 
-    def free_bytes(self) -> int | None:
-        """None: the memory is the host's."""
-        return None
-
-    def check_not_capturing(self) -> None:
-        """Do nothing: there are no graphs."""
-
-
-class StreamDevice:
+class StreamDevice(Device):
     """A device that torch.accelerator knows."""
 
     def __init__(self, device: torch.device) -> None:
@@ -206,9 +176,6 @@ class StreamDevice:
         device = self.torch_device.type
         log.warning("%s: %d bytes stay unpinned, torch registers none for %s", label, buffer.nbytes, device)
 
-    def unpin(self, buffer: torch.Tensor) -> None:
-        """Do nothing: nothing was pinned."""
-
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
         """Allocate from torch's pinned allocator."""
         return torch.empty((), dtype=dtype, pin_memory=True, device="cpu")
@@ -228,9 +195,6 @@ class StreamDevice:
             ask = torch.get_device_module(self.torch_device).mem_get_info
         free, _ = ask(self.torch_device)
         return int(free)
-
-    def check_not_capturing(self) -> None:
-        """Do nothing: only CUDA has graphs that are captured."""
 
 
 class CudaDevice(StreamDevice):

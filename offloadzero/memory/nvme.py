@@ -37,7 +37,7 @@ from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.checksums import Checksums, Transfers
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home
+from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home, Tier
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 
@@ -144,7 +144,7 @@ class _Registered:
     reason: str
 
 
-class NvmeTier:
+class NvmeTier(Tier):
     """A striped address space of `num_bytes`, reserved on disk before anything is written.
 
     `waiting`: bytes by drive (`st_dev`) that will be free when the parameters that wait there have come home. As many
@@ -154,8 +154,6 @@ class NvmeTier:
     """
 
     name = TierName.NVME
-    is_device = name.is_device
-    is_host_memory = name.is_host_memory
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from offloadzero.core.fail_points import through
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.memory.lanes import Accelerator, Lane
+from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import UPDATE_PRIORITY, DeviceTier, Home, HostTier, Tier
@@ -82,16 +82,6 @@ class TieredStore:
                 tiers.insert(0, self.nvme)
             self.tiers = {tier.name: tier for tier in tiers}
             made.pop_all()
-
-    @property
-    def h2d(self) -> Lane:
-        """The lane that copies states to the device."""
-        return self.on_device.h2d
-
-    @property
-    def d2h(self) -> Lane:
-        """The lane that copies states from the device."""
-        return self.on_device.d2h
 
     def pin(self) -> None:
         """Page-lock the host arena, after the first weights are in it: pinning takes all pages at once."""

@@ -35,8 +35,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from offloadzero.core.constants import GRID_BYTES
 from offloadzero.core.interrupts import uninterrupted
-from offloadzero.core.limits import GRID_BYTES
 from offloadzero.errors import AioError
 
 log = logging.getLogger("offloadzero.nvme")

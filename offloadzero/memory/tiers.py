@@ -9,6 +9,8 @@ The memory of a device counts as the device's alone. With the CPU as the device 
 that would be another way than with any other device.
 """
 
+# ruff: noqa: ARG002 - a tier may not need all that it is given
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -41,17 +43,17 @@ Place = torch.Tensor | Extent  # typed memory, shape (num_elements,), or a range
 class Tier(Protocol):
     """A place with a capacity: [Note: what is asked of a tier]."""
 
-    @property
-    def name(self) -> TierName:
-        """The tier's name in the configuration and in the plan."""
+    name: TierName  # in the configuration and in the plan
 
     @property
     def is_device(self) -> bool:
         """Whether kernels that are launched on the device address the tier."""
+        return self.name.is_device
 
     @property
     def is_host_memory(self) -> bool:
         """Whether code on the host addresses the tier. Copies between it and the device then need no staging."""
+        return self.name.is_host_memory
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Place:
         """Allocate a place, which holds zeros. Raises BudgetError."""
@@ -115,7 +117,7 @@ class Home:
         return self.place if isinstance(self.place, Extent) else None
 
 
-class DeviceTier:
+class DeviceTier(Tier):
     """The device's memory, with a lane in each direction for states.
 
     State traffic has lanes of its own. Fetches wait for updates on their lanes; an update that queued behind such a
@@ -123,8 +125,6 @@ class DeviceTier:
     """
 
     name = TierName.DEVICE
-    is_device = name.is_device
-    is_host_memory = name.is_host_memory
 
     def __init__(self, arena: Arena, accelerator: Accelerator, failures: Failures) -> None:
         self.arena = arena
@@ -145,24 +145,14 @@ class DeviceTier:
         return home
 
     def read(
-        self,
-        home: Home,
-        target: torch.Tensor,
-        *,
-        start: int = 0,
-        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+        self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
         """Start a copy on the d2h lane. Kernels that write the home must be complete."""
         source = home.memory[start : start + target.numel()]
         return self.d2h.submit(lambda: self._accelerator.copy(target, source), label=home.label)
 
     def write(
-        self,
-        home: Home,
-        source: torch.Tensor,
-        *,
-        start: int = 0,
-        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+        self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
         """Start a copy on the h2d lane."""
         return self.copy_in(home.memory[start : start + source.numel()], source, label=home.label)
@@ -182,12 +172,10 @@ class DeviceTier:
         self._accelerator.join_streams(self._owner)
 
 
-class HostTier:
+class HostTier(Tier):
     """Pinned host memory."""
 
     name = TierName.HOST
-    is_device = name.is_device
-    is_host_memory = name.is_host_memory
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -197,24 +185,14 @@ class HostTier:
         return self.arena.lease(staggered(num_elements * dtype.itemsize), label).view(dtype, num_elements)
 
     def read(
-        self,
-        home: Home,
-        target: torch.Tensor,
-        *,
-        start: int = 0,
-        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+        self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
         """Copy on the calling thread."""
         target.copy_(home.memory[start : start + target.numel()])
         return FINISHED
 
     def write(
-        self,
-        home: Home,
-        source: torch.Tensor,
-        *,
-        start: int = 0,
-        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+        self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
         """Copy on the calling thread."""
         home.memory[start : start + source.numel()].copy_(source)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -34,31 +34,29 @@ from offloadzero.memory.tiers import FETCH_PRIORITY, Home
 Copy = Callable[[torch.Tensor, torch.Tensor], None]  # copies to the first tensor from the second
 
 
-class Staging(Protocol):
-    """Pinned memory through which data pass between files and the device."""
-
-    def take(self, num_bytes: int, label: str) -> PooledBuffer:
-        """Take a buffer of at least `num_bytes` that is no longer used; blocks. May raise BudgetError."""
-
-    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """Give a buffer back, which is free once `last_use` is done."""
-
-
-class PoolStaging:
-    """The buffers of a pool, each large enough for any transfer."""
+class Staging:
+    """Pinned memory through which data pass between files and the device: the buffers of a pool."""
 
     def __init__(self, pool: BufferPool) -> None:
+        """Take the buffers of `pool`, each large enough for any transfer."""
         self._pool = pool
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:  # noqa: ARG002
-        """Take the pool's next buffer."""
+        """Take a buffer of at least `num_bytes` that is no longer used; blocks. May raise BudgetError."""
         buffer = self._pool.take()
         buffer.last_use.wait()
         return buffer
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """Give the buffer back to the pool."""
+        """Give a buffer back, which is free once `last_use` is done."""
         self._pool.give_back(buffer, last_use=last_use)
+
+
+class FileWay(NamedTuple):
+    """The thread that reads or writes files, and its pinned memory."""
+
+    lane: Lane
+    staging: Staging
 
 
 @dataclass(eq=False)
@@ -74,15 +72,12 @@ class Staged:
 class Fetcher:
     """Brings data from their homes to the device: [Note: one way in and out]."""
 
-    def __init__(
-        self, store: TieredStore, *, lane: Lane, reader: Lane | None, staging: Staging | None
-    ) -> None:
-        """Make a fetcher. `lane` copies to the device. Without `reader` and `staging` all homes are in host memory."""
+    def __init__(self, store: TieredStore, *, lane: Lane, files: FileWay | None) -> None:
+        """Make a fetcher. `lane` copies to the device. Without `files` all homes are in host memory."""
         self._store = store
         self._accelerator = store.accelerator
         self._lane = lane
-        self._reader = reader
-        self._staging = staging
+        self._files = files
 
     def submit(
         self,
@@ -112,20 +107,24 @@ class Fetcher:
             return self._lane.submit(
                 lambda: copy(targets.pop(), source), after=after, fence=fence, label=label
             )
-        if self._reader is None:
+        if self._files is None:
             raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")
+        lane, staging = self._files
         staged = Staged(copy)
-        read = self._reader.start(lambda: self._stage(staged, home, after, label, delivered), label=label)
-        return self._lane.submit(lambda: self._unstage(staged, read, targets.pop()), fence=fence, label=label)
+        read = lane.start(lambda: self._stage(staging, staged, home, after, label, delivered), label=label)
+        return self._lane.submit(
+            lambda: self._unstage(staging, staged, read, targets.pop()), fence=fence, label=label
+        )
 
     def close(self) -> None:
         """Finish the submitted fetches and stop the threads."""
-        if self._reader is not None:
-            self._reader.close()
+        if self._files is not None:
+            self._files.lane.close()
         self._lane.close()
 
     def _stage(
         self,
+        staging: Staging,
         staged: Staged,
         home: Home,
         after: Sequence[Ticket],
@@ -139,11 +138,11 @@ class Fetcher:
                 return FINISHED
         for earlier in after:
             earlier.wait()
-        staged.buffer = self._staged_by.take(home.num_bytes, label)
+        staged.buffer = staging.take(home.num_bytes, label)
         staged.data = staged.buffer.view(home.dtype, home.num_elements)
         return self._store.read(home, staged.data, priority=FETCH_PRIORITY)
 
-    def _unstage(self, staged: Staged, read: Ticket, target: torch.Tensor) -> None:
+    def _unstage(self, staging: Staging, staged: Staged, read: Ticket, target: torch.Tensor) -> None:
         """Copy the data that were read to the device; on the lane's thread."""
         try:
             read.wait()
@@ -153,13 +152,7 @@ class Fetcher:
                 staged.copy(target, staged.data)
         finally:
             if staged.buffer is not None:
-                self._staged_by.give_back(staged.buffer, last_use=self._accelerator.launched())
-
-    @property
-    def _staged_by(self) -> Staging:
-        if self._staging is None:
-            raise AssertionError("a fetch of what is on file without staging")
-        return self._staging
+                staging.give_back(staged.buffer, last_use=self._accelerator.launched())
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,15 +166,12 @@ class Sent:
 class Sender:
     """Brings data from the device to their homes: [Note: one way in and out]."""
 
-    def __init__(
-        self, store: TieredStore, *, lane: Lane, writer: Lane | None, staging: Staging | None
-    ) -> None:
-        """Make a sender. `lane` copies from the device. Without `writer` and `staging` all homes are in host memory."""
+    def __init__(self, store: TieredStore, *, lane: Lane, files: FileWay | None) -> None:
+        """Make a sender. `lane` copies from the device. Without `files` all homes are in host memory."""
         self._store = store
         self._accelerator = store.accelerator
         self._lane = lane
-        self._writer = writer
-        self._staging = staging
+        self._files = files
 
     def submit(
         self, source: torch.Tensor, find_home: Callable[[], Home], *, label: str, copy: Copy | None = None
@@ -195,39 +185,30 @@ class Sender:
             label: names the copy on the timeline.
             copy: brings `source` to memory of the same size; None: one copy.
         """
-        buffer = None if self._staging is None else self._staging.take(source.nbytes, label)
+        buffer = None if self._files is None else self._files.staging.take(source.nbytes, label)
         try:
             home = find_home()
         except BaseException:
-            if buffer is not None and self._staging is not None:
-                self._staging.give_back(buffer)
+            if buffer is not None and self._files is not None:
+                self._files.staging.give_back(buffer)
             raise
         copy, fence = copy or self._accelerator.copy, self._accelerator.fence()
-        if buffer is None:
-            target = home.memory
-            copied = self._lane.submit(lambda: copy(target, source), fence=fence, label=label)
+        target = home.memory if buffer is None else buffer.view(home.dtype, home.num_elements)
+        copied = self._lane.submit(lambda: copy(target, source), fence=fence, label=label)
+        if buffer is None or self._files is None:
             return home, Sent(copied, FINISHED)
-        data = buffer.view(home.dtype, home.num_elements)
-        copied = self._lane.submit(lambda: copy(data, source), fence=fence, label=label)
-        return home, Sent(copied, self._write(home, data, buffer, copied, label))
-
-    def _write(
-        self, home: Home, data: torch.Tensor, buffer: PooledBuffer, copied: LaneTicket, label: str
-    ) -> LaneTicket:
-        store, writer, staging = self._store, self._writer, self._staging
-        if writer is None or staging is None:
-            raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")
+        store, (writer, staging) = self._store, self._files
 
         def write() -> None:
             try:
-                store.write(home, data).wait()
+                store.write(home, target).wait()
             finally:
                 staging.give_back(buffer)
 
-        return writer.submit(write, after=[copied], label=label)
+        return home, Sent(copied, writer.submit(write, after=[copied], label=label))
 
     def close(self) -> None:
         """Finish the submitted copies and stop the threads."""
         self._lane.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._files is not None:
+            self._files.lane.close()

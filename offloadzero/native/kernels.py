@@ -4,24 +4,30 @@ All tensors are contiguous CPU tensors of the same number of elements, at any ad
 allows; their shape does not matter. A tensor that does not fit raises ConfigError (a ValueError) naming the
 argument. Every call releases the GIL, may be made from several threads at once, and gives the same bits for
 every instruction set and number of threads: see [Note: Adam arithmetic] in csrc/cpu_adam/cpu_adam.h.
+
+[Note: compact records]
+The compact optimizer state takes 5 bytes per parameter and two scales per block. A record of n parameters is five flat
+CPU tensors: `param` (bf16), `remainder_i8` (int8), `exp_avg_i8` (int8), `exp_avg_sq_u8` (uint8), each of n elements,
+and `scales` (fp32) of `num_scales(n)`. [Note: compact state] in csrc/cpu_adam/cpu_adam.h says what they mean and how
+far they are from fp32. Blocks of COMPACT_BLOCK elements share a pair of scales, so a range that is updated by itself
+begins at a block's border and ends at one or at the end of the record. Under that condition the results are the same
+bits for every cut, instruction set and number of threads.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from offloadzero.core.limits import MAX_UPDATE_THREADS
+from offloadzero.core.constants import COMPACT_BLOCK, MAX_UPDATE_THREADS, num_scales
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.tensors import address, describe, float_code, layout_code, typed_address
 from offloadzero.native import _kernels
+from offloadzero.native.hyper import AdagradHyper, AdamHyper, LionHyper, SgdHyper, StepScalars
 
 ISA_ENV = "OFFLOADZERO_ISA"
 
@@ -97,34 +103,68 @@ def isa_code(isa: Isa | None) -> int:
     return _ISA_CODE[active_isa() if isa is None else isa]
 
 
-class GradCheck(str, Enum):
-    """The treatment of gradients that are not finite.
+# --- tensors as arguments: checked, then an address and a number ---
 
-    OFF: nothing. REPORT: the step returns the gradient's squared norm, computed in the same pass over memory
-    (NaN or Inf exactly when an element is); the step is done whatever it is. REFUSE: the norm is computed first,
-    in a pass of its own over the gradient, and a step with a gradient that is not finite changes nothing.
-    """
+# The values of DType in csrc/cpu_adam/cpu_adam.h.
+DTYPE_CODE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+# The values of Layout there, by the dtypes of parameter and master.
+LAYOUT_CODE: dict[tuple[torch.dtype, torch.dtype | None], int] = {
+    (torch.bfloat16, torch.int16): 0,
+    (torch.float32, None): 1,
+    (torch.float16, torch.float32): 2,
+    (torch.bfloat16, torch.float32): 3,
+}
 
-    OFF = "off"
-    REPORT = "report"
-    REFUSE = "refuse"
+
+def describe(tensor: Tensor) -> str:
+    """Return the description of a tensor for an error message."""
+    layout = "contiguous" if tensor.is_contiguous() else "non-contiguous"
+    return f"{layout} {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}"
 
 
-def checked_step(
-    step: Callable[[bool], float | None],
-    grad: Tensor,
-    *,
-    grad_check: GradCheck,
-    num_threads: int | None,
-    isa: Isa | None,
-) -> float | None:
-    """Run `step(with_sq_norm)` as `grad_check` says; return None, or the squared norm of the unscaled gradient."""
-    if grad_check is not GradCheck.REFUSE:
-        return step(grad_check is GradCheck.REPORT)
-    squared = sq_norm(grad, num_threads=num_threads, isa=isa)
-    if math.isfinite(squared):
-        step(False)
-    return squared
+def address(name: str, tensor: Tensor, num_elements: int) -> int:
+    """Return the address of a dense CPU tensor of `num_elements` elements; raises ConfigError for any other."""
+    if not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ConfigError(name, describe(tensor), "must be a contiguous CPU tensor")
+    if tensor.numel() != num_elements:
+        raise ConfigError(
+            name, describe(tensor), f"must have {num_elements} elements like the first argument"
+        )
+    place = tensor.data_ptr()
+    if place % tensor.element_size():
+        raise ConfigError(name, f"{describe(tensor)}, at {place:#x}", "must be aligned to its elements")
+    return place
+
+
+def typed_address(name: str, tensor: Tensor, num_elements: int, dtype: torch.dtype) -> int:
+    """Return the `address` of a tensor; raises ConfigError for one of another dtype, too."""
+    if tensor.dtype != dtype:
+        raise ConfigError(name, describe(tensor), f"must be {dtype}")
+    return address(name, tensor, num_elements)
+
+
+def float_code(name: str, tensor: Tensor) -> int:
+    """The kernels' number of a tensor's dtype; raises ConfigError for any but bf16, fp16 and fp32."""
+    code = DTYPE_CODE.get(tensor.dtype)
+    if code is None:
+        raise ConfigError(name, describe(tensor), "allowed torch.bfloat16, torch.float16, torch.float32")
+    return code
+
+
+def layout_code(param: Tensor, master: Tensor | None) -> int:
+    """The kernels' number of a parameter with its master; raises ConfigError for dtypes that do not go together."""
+    layout = LAYOUT_CODE.get((param.dtype, None if master is None else master.dtype))
+    if layout is None:
+        given = "no master" if master is None else f"a {master.dtype} master"
+        raise ConfigError(
+            "param",
+            f"{param.dtype} with {given}",
+            "allowed bfloat16 with int16 or float32, float16 with float32, float32 with none",
+        )
+    return layout
+
+
+# --- the steps ---
 
 
 def adam_step(
@@ -137,39 +177,222 @@ def adam_step(
     step: int,
     grad_scale: float = 1.0,
     master: Tensor | None = None,
-    grad_check: GradCheck = GradCheck.OFF,
     num_threads: int | None = None,
     isa: Isa | None = None,
-) -> float | None:
+) -> None:
     """One Adam or AdamW step in place, in one pass over memory.
 
     `param` and `master` are one of: bf16 with its remainder ([Note: bf16 split] in csrc/cpu_adam/remainders.h), bf16 or
     fp16 with an fp32 master (the parameter is the master rounded to nearest even), fp32 with None. `grad`
     is bf16, fp16 or fp32 and is multiplied by `grad_scale` first (1 / loss scale, times the clipping factor);
     `exp_avg` and `exp_avg_sq` are fp32. `step` counts from 1. The buffers must not overlap.
-    Returns None, or with `grad_check` the squared norm of the gradient before `grad_scale`, as `sq_norm` does.
     """
+    scalars = hyper.scalars(step=step, grad_scale=grad_scale)
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    _step(_kernels.adam_step, param, grad, moments, master, scalars, num_threads, isa)
+
+
+def lion_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    *,
+    hyper: LionHyper,
+    grad_scale: float = 1.0,
+    master: Tensor | None = None,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """One Lion step in place, in one pass over memory; dtypes are those of `adam_step`."""
+    scalars = hyper.scalars(grad_scale=grad_scale)
+    _step(_kernels.lion_step, param, grad, {"exp_avg": exp_avg}, master, scalars, num_threads, isa)
+
+
+def adagrad_step(
+    param: Tensor,
+    grad: Tensor,
+    square_sum: Tensor,
+    *,
+    hyper: AdagradHyper,
+    step: int,
+    grad_scale: float = 1.0,
+    master: Tensor | None = None,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """One Adagrad step in place, in one pass over memory; dtypes are those of `adam_step`.
+
+    `square_sum` (fp32) is the sum of the squared gradients; `step` counts from 1.
+    """
+    scalars = hyper.scalars(step=step, grad_scale=grad_scale)
+    _step(_kernels.adagrad_step, param, grad, {"square_sum": square_sum}, master, scalars, num_threads, isa)
+
+
+def sgd_step(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    hyper: SgdHyper,
+    step: int,
+    grad_scale: float = 1.0,
+    master: Tensor | None = None,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """One step of SGD in place, in one pass over memory; dtypes are those of `adam_step`.
+
+    Without momentum `momentum_buffer` (fp32) is not changed; `step` counts from 1.
+    """
+    scalars = hyper.scalars(step=step, grad_scale=grad_scale)
+    moments = {"momentum_buffer": momentum_buffer}
+    _step(_kernels.sgd_step, param, grad, moments, master, scalars, num_threads, isa)
+
+
+def _step(
+    kernel: Callable[..., float | None],
+    param: Tensor,
+    grad: Tensor,
+    moments: Mapping[str, Tensor],
+    master: Tensor | None,
+    scalars: StepScalars,
+    num_threads: int | None,
+    isa: Isa | None,
+) -> None:
+    """Call a kernel of the fp32 layout; the names of its moments are for errors."""
     num_elements = param.numel()
-    arguments = (
+    kernel(
         layout_code(param, master),
         float_code("grad", grad),
         address("param", param, num_elements),
         0 if master is None else address("master", master, num_elements),
-        typed_address("exp_avg", exp_avg, num_elements, torch.float32),
-        typed_address("exp_avg_sq", exp_avg_sq, num_elements, torch.float32),
+        *(typed_address(name, moment, num_elements, torch.float32) for name, moment in moments.items()),
         address("grad", grad, num_elements),
         num_elements,
         isa_code(isa),
         check_num_threads(num_threads),
-        adam_scalars(hyper, step=step, grad_scale=grad_scale),
+        scalars,
+        False,  # the gradient's norm is not asked for
     )
-    return checked_step(
-        lambda with_sq_norm: _kernels.adam_step(*arguments, with_sq_norm),
-        grad,
-        grad_check=grad_check,
-        num_threads=num_threads,
-        isa=isa,
+
+
+# --- compact records: [Note: compact records] ---
+
+
+def compact_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float = 1.0,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """One Adam or AdamW step on a compact record, in place, in one pass over memory.
+
+    `grad` is bf16, fp16 or fp32 and is multiplied by `grad_scale` first; `step` counts from 1, and the rounding of the
+    moments depends on it ([Note: dithered codes]). The tensors must not overlap. Raises ConfigError for a tensor that
+    does not fit, and as `AdamHyper.scalars` does.
+    """
+    _kernels.compact_adam_step(
+        float_code("grad", grad),
+        _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
+        address("grad", grad, param.numel()),
+        param.numel(),
+        isa_code(isa),
+        check_num_threads(num_threads),
+        hyper.scalars(step=step, grad_scale=grad_scale),
+        step,
+        False,  # the gradient's norm is not asked for
     )
+
+
+def compact_encode(
+    master_fp32: Tensor,
+    exp_avg_fp32: Tensor,
+    exp_avg_sq_fp32: Tensor,
+    param: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    *,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """Write fp32 master weights and moments (three tensors of n elements) as a compact record.
+
+    Raises ConfigError for a tensor that does not fit.
+    """
+    num_elements = param.numel()
+    _kernels.compact_encode(
+        _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
+        _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
+        num_elements,
+        isa_code(isa),
+        check_num_threads(num_threads),
+    )
+
+
+def compact_decode(
+    param: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    master_fp32: Tensor,
+    exp_avg_fp32: Tensor,
+    exp_avg_sq_fp32: Tensor,
+    *,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """Write the fp32 master weights and moments that a compact record stands for.
+
+    Raises ConfigError for a tensor that does not fit.
+    """
+    num_elements = param.numel()
+    _kernels.compact_decode(
+        _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
+        _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
+        num_elements,
+        isa_code(isa),
+        check_num_threads(num_threads),
+    )
+
+
+def _compact_addresses(
+    param: Tensor, remainder_i8: Tensor, exp_avg_i8: Tensor, exp_avg_sq_u8: Tensor, scales: Tensor
+) -> tuple[int, int, int, int, int]:
+    num_elements = param.numel()
+    if scales.numel() != num_scales(num_elements):
+        allowed = f"must have {num_scales(num_elements)} elements, two per block of {COMPACT_BLOCK}"
+        raise ConfigError("scales", describe(scales), allowed)
+    return (
+        typed_address("param", param, num_elements, torch.bfloat16),
+        typed_address("remainder_i8", remainder_i8, num_elements, torch.int8),
+        typed_address("exp_avg_i8", exp_avg_i8, num_elements, torch.int8),
+        typed_address("exp_avg_sq_u8", exp_avg_sq_u8, num_elements, torch.uint8),
+        typed_address("scales", scales, scales.numel(), torch.float32),
+    )
+
+
+def _fp32_addresses(
+    master_fp32: Tensor, exp_avg_fp32: Tensor, exp_avg_sq_fp32: Tensor, num_elements: int
+) -> tuple[int, int, int]:
+    return (
+        typed_address("master_fp32", master_fp32, num_elements, torch.float32),
+        typed_address("exp_avg_fp32", exp_avg_fp32, num_elements, torch.float32),
+        typed_address("exp_avg_sq_fp32", exp_avg_sq_fp32, num_elements, torch.float32),
+    )
+
+
+# --- gradients, master weights, copies ---
 
 
 def sq_norm(grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = None) -> float:

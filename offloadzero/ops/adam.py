@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadzero.ops.options import expect_only
+from offloadzero.errors import ConfigError
 from offloadzero.optim import CPUAdam
 
 
@@ -73,3 +73,9 @@ class FusedAdam(CPUAdam):
             adamw_mode=adam_w_mode,
             bias_correction=bias_correction,
         )
+
+
+def expect_only(name: str, value: object, *, allowed: object, hint: str = "") -> None:
+    """Raise ConfigError for any value but `allowed`, the one that an argument of DeepSpeed's can have here."""
+    if value != allowed:
+        raise ConfigError(name, value, f"allowed: {allowed}{hint}")

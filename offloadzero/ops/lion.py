@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadzero.ops.options import expect_only
+from offloadzero.ops.adam import expect_only
 from offloadzero.optim import CPULion
 
 

@@ -1,7 +1,5 @@
 """The update kernels as torch optimizers for parameters in host memory, usable alone."""
 
-from offloadzero.optim.cpu_adagrad import CPUAdagrad
-from offloadzero.optim.cpu_adam import CPUAdam
-from offloadzero.optim.cpu_lion import CPULion
+from offloadzero.optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 
 __all__ = ["CPUAdagrad", "CPUAdam", "CPULion"]

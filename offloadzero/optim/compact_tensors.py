@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, lengthened, shortened
+from offloadzero.core.constants import num_scales
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import num_scales
-from offloadzero.native.compact import compact_decode, compact_encode
+from offloadzero.native.kernels import compact_decode, compact_encode
 
 # Of each moment the name and the dtype of its codes. The names say what the bytes mean (bits of exponent and mantissa),
 # so that codes of another kind are refused and not misread.
@@ -36,7 +36,7 @@ def zeros(param: Tensor) -> dict[str, Tensor]:
 
 
 def flat_record(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the record that the kernels of `native.compact` take."""
+    """Return the record that the kernels of `native.kernels` take."""
     remainder, exp_avg, exp_avg_sq, scales = (state[key].view(-1) for key in KEYS)
     return param.detach().view(-1), remainder, exp_avg, exp_avg_sq, scales
 

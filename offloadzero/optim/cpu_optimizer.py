@@ -34,6 +34,8 @@ class CPUOptimizer(Optimizer, ABC):
     MOMENTS: ClassVar[tuple[str, ...]]
     # True if the state counts its steps, as torch does: "step", an fp32 scalar on the CPU.
     COUNTS_STEPS: ClassVar[bool] = True
+    # The step of `native.kernels` on flat tensors in memory order: parameter, gradient, moments.
+    KERNEL: ClassVar[Callable[..., None]]
 
     def __init__(
         self,
@@ -47,17 +49,12 @@ class CPUOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
 
     @abstractmethod
+    def _hyper(self, group: dict[str, Any]) -> Any:
+        """Return the hyperparameters of a group. Raises ConfigError for one that is not allowed."""
+
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ConfigError if the options of a group are not allowed."""
-
-    @abstractmethod
-    def _update(
-        self, param: Tensor, grad: Tensor, master: Tensor | None, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """Do one step on flat tensors in memory order; `state` maps the names in MOMENTS to flat tensors.
-
-        `state["step"]`, where steps are counted, is the number of this step as an int, from 1.
-        """
+        self._hyper(group)
 
     def _initial_moment(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002
         """Return a moment before the first step, in the parameter's shape and memory order."""
@@ -108,13 +105,24 @@ class CPUOptimizer(Optimizer, ABC):
     def _step_param(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self._state_of(param, group)
         master_key = _MASTER_KEY[param.dtype]
-        flat: dict[str, Any] = {name: _flat(state[name]) for name in self.MOMENTS}
-        if self.COUNTS_STEPS:
-            flat["step"] = int(state["step"].item()) + 1
-        master = None if master_key is None else _flat(state[master_key])
-        self._update(_flat(param), _flat(grad), master, flat, group)
+        count = {"step": int(state["step"].item()) + 1} if self.COUNTS_STEPS else {}
+        type(self).KERNEL(
+            _flat(param),
+            _flat(grad),
+            *(_flat(state[name]) for name in self.MOMENTS),
+            **self._step_arguments(group),
+            **count,
+            master=None if master_key is None else _flat(state[master_key]),
+        )
         if self.COUNTS_STEPS:
             state["step"] += 1
+
+    def _step_arguments(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "hyper": self._hyper(group),
+            "grad_scale": -1.0 if group["maximize"] else 1.0,
+            "num_threads": self.num_threads,
+        }
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the parameter's state, with missing tensors added."""

@@ -29,9 +29,9 @@ import torch
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
 from offloadzero.config import OffloadConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.observe.texts import format_bytes
 from offloadzero.update.records import Record
@@ -51,7 +51,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
         raise AssertionError('"auto" has no rules: choose_placement finds the homes')
     placement: dict[tuple[int, SegmentKind], TierName] = {}
     for record in records:
-        homes = dict.fromkeys(record.layout(), TierName.DEVICE)
+        homes = dict.fromkeys(record.layout, TierName.DEVICE)
         grad: TierName | None = None
         scales: TierName | None = None
         for rule in config.placement.rules:
@@ -123,7 +123,7 @@ def _move_share_to_device(
     for record in reversed(records):
         if record.num_trainable and record.num_trainable <= allowed:
             allowed -= record.num_trainable
-            for kind in (*record.layout(), SegmentKind.GRAD):
+            for kind in (*record.layout, SegmentKind.GRAD):
                 placement[record.index, kind] = TierName.DEVICE
 
 
@@ -172,9 +172,7 @@ def unit_lease_bytes(
 def update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     """The scratch of the updates on the device, which run one after another."""
     on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return largest_of(
-        r.spec.scratch_bytes(form, r.state.kept_trainable, compact=r.compact) for r in on_device
-    )
+    return largest_of(r.spec.scratch_bytes(form, r.kept_trainable, compact=r.compact) for r in on_device)
 
 
 def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
@@ -186,7 +184,7 @@ def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: U
 
 
 def _updates_on_device(record: Record, placement: Placement) -> bool:
-    kinds = (*record.layout(), SegmentKind.GRAD)
+    kinds = (*record.layout, SegmentKind.GRAD)
     return all(placement[record.index, kind].is_device for kind in kinds)
 
 
@@ -196,7 +194,7 @@ def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placemen
     for record in records:
         if not record.num_trainable or _updates_on_device(record, placement):
             continue
-        layout = record.layout()
+        layout = record.layout
         tiers = {kind: placement[record.index, kind] for kind in layout}
         grad_tier = placement[record.index, SegmentKind.GRAD]
         staged = {kind: dtype for kind, (dtype, _) in layout.items() if not tiers[kind].is_host_memory}
@@ -204,7 +202,7 @@ def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placemen
             staged[SegmentKind.GRAD] = record.grad_dtype
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
-            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.state.kept_trainable))
+            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.kept_trainable))
             needed += staggered((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest
@@ -344,7 +342,7 @@ def rank_bytes(
         if gathers_params and not record.is_gathered:
             whole += all_params - all_params / num_ranks
         states += num_trainable * _state_bytes(record) / num_ranks
-        homes = dict(record.layout())
+        homes = dict(record.layout)
         if num_trainable and (grads_have_homes or placement[record.index, SegmentKind.GRAD].is_device):
             grads += num_trainable * record.grad_dtype.itemsize / num_ranks
             homes[SegmentKind.GRAD] = (record.grad_dtype, record.kept_trainable)
@@ -358,6 +356,6 @@ def rank_bytes(
 def _state_bytes(record: Record) -> float:
     """K, the bytes of states of one element of a record."""
     of_params = (SegmentKind.PARAM, SegmentKind.SCALES)
-    whole = sum(dtype.itemsize for kind, (dtype, _) in record.layout().items() if kind not in of_params)
+    whole = sum(dtype.itemsize for kind, (dtype, _) in record.layout.items() if kind not in of_params)
     scales = num_scales(COMPACT_BLOCK) * torch.float32.itemsize / COMPACT_BLOCK if record.compact else 0.0
     return whole + scales

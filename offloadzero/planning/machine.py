@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadzero.core.limits import SPARED_CORES
+from offloadzero.core.constants import SPARED_CORES
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _QUEUE_KEYS = (

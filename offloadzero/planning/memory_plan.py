@@ -429,7 +429,7 @@ def _add_inputs_and_checksums(sheet: _Sheet, config: OffloadConfig, inputs: Inpu
 def _near_copies(
     records: Sequence[Record], config: OffloadConfig, placement: Placement
 ) -> dict[int, tuple[TierName, int]]:
-    """Return by record where the part of its copy is that this rank keeps, and its bytes: [Note: near copies]."""
+    """Return by record where the part of its copy is that this rank keeps, and its bytes: [Note: hpZ copies]."""
     found = {}
     for record in records:
         num_bytes = near_copy_bytes(record, config.zero_plus_plus)
@@ -449,7 +449,7 @@ def _add_homes(
         totals[tier, kind] = totals.get((tier, kind), 0) + size
 
     for record in records:
-        layout = record.layout()
+        layout = record.layout
         for kind, (dtype, num_elements) in layout.items():
             add(placement[record.index, kind], kind, num_elements * dtype.itemsize)
         if record.num_trainable:

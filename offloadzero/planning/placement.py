@@ -158,7 +158,7 @@ def describe_placement(records: Sequence[Record], placement: Placement) -> str:
 
 
 def segments_of(record: Record) -> list[tuple[int, SegmentKind]]:
-    kinds = (*record.layout(), *([SegmentKind.GRAD] if record.num_trainable else []))
+    kinds = (*record.layout, *([SegmentKind.GRAD] if record.num_trainable else []))
     return [(record.index, kind) for kind in kinds]
 
 
@@ -175,7 +175,7 @@ class _Moves:
             SegmentKind.PARAM: [(record.index, SegmentKind.PARAM) for record in of_host],
             SegmentKind.GRAD: [(r.index, SegmentKind.GRAD) for r in of_host if r.num_trainable],
             SegmentKind.STATES: [
-                (r.index, kind) for r in of_host for kind in r.layout() if kind != SegmentKind.PARAM
+                (r.index, kind) for r in of_host for kind in r.layout if kind != SegmentKind.PARAM
             ],
         }
         if not self._keeps_gradients:

@@ -22,11 +22,11 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
-from offloadzero.ranks.comparing import digest
-from offloadzero.ranks.process_groups import Channel, make_building_channel
+from offloadzero.ranks.channel import Channel
+from offloadzero.ranks.group import digest
+from offloadzero.ranks.process_groups import make_building_channel
 from offloadzero.ranks.shard import kept_elements
 
 _blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order
@@ -88,42 +88,6 @@ class BuildingRanks:
             self.channel.report(error)
 
 
-def divide(channel: Channel, value: Tensor, label: str, *, source: int = 0) -> Tensor:
-    """Return this rank's part of the value that the rank at place `source` has.
-
-    Args:
-        value: host, of one shape and dtype on all ranks; the others' values are not used.
-
-    Returns:
-        shape (kept_elements,): the rank's own part, then the rest that all ranks keep.
-    """
-    flat = value.contiguous().reshape(-1)
-    size = channel.spec.world_size
-    num_own, num_rest = divmod(flat.numel(), size)
-    kept = torch.empty(num_own + num_rest, dtype=flat.dtype, device="cpu")
-    divided = flat[: num_own * size]
-    kept[num_own:] = flat[num_own * size :]
-    if num_own:
-        start, stop = channel.spec.kept_range(divided.numel())
-        kept[:num_own] = divided[start:stop]  # in torch's fake group nobody sends
-        channel.scatter(kept[:num_own].view(torch.uint8), divided.view(torch.uint8), label, source=source)
-    channel.broadcast(kept[num_own:], label, source=source)
-    return kept
-
-
-def gather(channel: Channel, kept: Tensor, whole: Tensor, label: str) -> None:
-    """Fill `whole`, a contiguous host tensor, with the value of which each rank gives its part `kept`."""
-    flat = whole.view(-1)
-    size = channel.spec.world_size
-    num_own = flat.numel() // size
-    flat[num_own * size :] = kept[num_own:]
-    if num_own:
-        divided = flat[: num_own * size]
-        start, stop = channel.spec.kept_range(divided.numel())
-        divided[start:stop] = kept[:num_own]
-        channel.all_gather(divided, label)
-
-
 class ValueParts:
     """The parts of one parameter's value, of which its `SpilledWeight` keeps this rank's. All ranks call the same."""
 
@@ -151,24 +115,47 @@ class ValueParts:
         self.ranks.announce(f"write {self.label}{_of_rank(source)}")
 
     def divide(self, value: torch.Tensor, *, source: int) -> torch.Tensor:
-        """Return this rank's part of the value, host, that the rank at place `source` has."""
-        return divide(self.ranks.channel, value, self._name, source=source)
+        """Return this rank's part of the value, host, that the rank at place `source` has.
+
+        The others' values are not used. The part has shape (kept_elements,): the rank's own elements, then the rest
+        that all ranks keep.
+        """
+        channel, flat = self.ranks.channel, value.contiguous().reshape(-1)
+        num_own, num_rest = divmod(flat.numel(), self.ranks.size)
+        kept = torch.empty(num_own + num_rest, dtype=flat.dtype, device="cpu")
+        divided, rest = flat.tensor_split([num_own * self.ranks.size])
+        kept[num_own:] = rest
+        if num_own:
+            start, stop = channel.spec.kept_range(divided.numel())
+            kept[:num_own] = divided[start:stop]  # in torch's fake group nobody sends
+            own, whole = kept[:num_own].view(torch.uint8), divided.view(torch.uint8)
+            channel.scatter(own, whole, self._name, source=source)
+        channel.broadcast(kept[num_own:], self._name, source=source)
+        return kept
 
     def read(self, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Tell the others that the value is read, and return it, a new host tensor."""
         whole = self._new_whole(shape)  # first: a rank without memory has told nothing
         self.ranks.announce(f"read {self.label}")
-        gather(self.ranks.channel, kept, whole, self._name)
-        return whole
+        return self._fill(whole, kept, self.ranks.channel)
 
     def gather(self, kept: torch.Tensor, shape: torch.Size, channel: Channel | None) -> torch.Tensor:
         """Return the value, of which each rank gives its part, over the block's channel if None."""
-        whole = self._new_whole(shape)
-        gather(channel or self.ranks.channel, kept, whole, self._name)
-        return whole
+        return self._fill(self._new_whole(shape), kept, channel or self.ranks.channel)
 
     def _new_whole(self, shape: torch.Size) -> torch.Tensor:
         return torch.zeros(shape, dtype=self._dtype, device="cpu")  # in torch's fake group nobody sends
+
+    def _fill(self, whole: torch.Tensor, kept: torch.Tensor, channel: Channel) -> torch.Tensor:
+        """Fill `whole` with the value of which each rank gives its part."""
+        num_own = whole.numel() // self.ranks.size
+        divided, rest = whole.view(-1).tensor_split([num_own * self.ranks.size])
+        rest.copy_(kept[num_own:])
+        if num_own:
+            start, stop = channel.spec.kept_range(divided.numel())
+            divided[start:stop] = kept[:num_own]
+            channel.all_gather(divided, self._name)
+        return whole
 
 
 def _of_rank(source: int) -> str:

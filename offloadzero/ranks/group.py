@@ -6,26 +6,56 @@ nothing, begin no thread and wait for nobody, and a value of one rank is what al
 that of several processes: process_groups.py.
 
 Beside the verbs one thing differs. Ranks issue collectives in one order, which must follow from facts that all of them
-have in common: [Note: collectives in one order] in process_groups.py. So where one process may go by what is done
+have in common: [Note: collectives in one order] in channel.py. So where one process may go by what is done
 already, they go by the order of use alone, and they meet where a script may go on after an error. `is_alone` says which
 it is.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
-from offloadzero.observe.collectives import CollectiveCount
-from offloadzero.ranks.comparing import OrderSum, digest
+from offloadzero.observe.collectives import CollectiveCount, tells_each
 from offloadzero.ranks.shard import WHOLE, ShardSpec
+
+
+class OrderSum:
+    """A number that is the same for two orders of collectives only if they are the same orders."""
+
+    MODULUS = (1 << 61) - 1
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.number = 0
+
+    def note(self, index: int) -> None:
+        """Count a collective over the record of that number, or a write with that digest, as the next one."""
+        self.number += 1
+        self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
+
+
+def digest(text: str) -> int:
+    """A number of 56 bits that ranks compare in the place of `text`."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def machine() -> str:
+    """A text that processes have in common which share a machine's memory and cores, also in other containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 class Collectives:
@@ -245,3 +275,21 @@ class Group:
 
     def close(self) -> None:
         """Leave the other ranks, when no thread uses a channel any more."""
+
+
+def gather_parts(channel: Collectives, whole: Tensor, parts: Mapping[int, Tensor], label: str) -> None:
+    """Fill the host tensor `whole`, shape (n,), with the parts of all ranks, which have agreed that this is next.
+
+    A few ranks send theirs one after the other. Of many ranks each adds its own to zeros, on which all work at once.
+
+    Args:
+        parts: views of `whole` which together are all of it, by the rank that has the values; without those of none.
+    """
+    if tells_each(channel.spec.world_size):
+        for rank, part in parts.items():
+            channel.broadcast(part, label, source=rank)
+        return
+    for rank, part in parts.items():
+        if rank != channel.spec.rank:
+            part.zero_()
+    channel.all_reduce(whole.view(torch.uint8), label)

@@ -1,26 +1,30 @@
-"""The ranks that train one model together, and their collectives. No other file calls torch's.
+"""The ranks that train one model together, each a process: how they join, and what they agree on.
 
-[Note: collectives in one order]
-Collectives of one process group match by their order. So each thread that issues any has a group of its own, a
-`Channel`, and its collectives are a function of facts that all ranks have in common: the order of use of the units, the
-order of the records, results that they have agreed on before. Their order never depends on time. But a rank whose
-script takes another branch would match another unit's bytes. Therefore the order of fetches is summed up as they are
-submitted, and the sums, a few bytes in host memory, are compared before the weights are gathered: a departure is an
-error on all ranks before any computes with it, or, where one rank waits for collectives that the others never issue,
-the error is that of the group's timeout. The values that scripts write are summed up, too, and compared there and at
-each step, as each rank keeps only its part of them.
+[Note: what the ranks agree on]
+At the end of each backward the ranks tell each other which parameters have got a gradient, and whether the window
+closes: a parameter that some rank has used has a gradient on all of them, zeros where it was not used, as with DDP. At
+the step they add up the squares of their shards, so that norm, clipping, loss scale and the skip of a step that is not
+finite are one decision. The number of the step, a digest of its hyperparameters and one of the values that scripts have
+written come along: ranks that differ in one of them stop. In a mesh each group then tells its sum to the groups of the
+other parts of the model: [Note: the axes of a mesh].
+
+[Note: descriptors of ranks]
+Each of gloo's groups has a connection to every other rank. An engine has some groups in host memory, so with a few
+hundred ranks their connections alone are more descriptors than the 1,024 that a process may usually have at first. It
+may raise that limit itself, up to a second one, which is higher as a rule. Where a connection has no descriptor, gloo
+ends the process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import time
+import os
+import resource
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,274 +33,41 @@ from torch import Tensor
 
 from offloadzero.config import PARTITION_KEY
 from offloadzero.config.schema import MeshConfig
-from offloadzero.core import interrupts
-from offloadzero.core.interrupts import is_interrupt
 from offloadzero.core.launch import launched_local_size
-from offloadzero.core.torch_private import is_process_group, timeout_of_process_group, without_bound_device
-from offloadzero.errors import ConfigError, RankError, StateError
+from offloadzero.core.torch_private import timeout_of_process_group, without_bound_device
+from offloadzero.errors import ConfigError, StateError, abbreviated
 from offloadzero.memory.checksums import crc32c_blocks
-from offloadzero.observe.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    REDUCE_SCATTER,
-    SCATTER,
-    CollectiveCount,
-    CollectiveCounter,
-    tells_each,
-    volume_bytes,
-)
-from offloadzero.observe.timeline import COLLECTIVES, OFF
-from offloadzero.ranks.aborting import abort_groups
-from offloadzero.ranks.agreement import agreed_totals
-from offloadzero.ranks.comparing import digest, machine
-from offloadzero.ranks.descriptors import make_room_for_groups
-from offloadzero.ranks.failure_board import LOOK_UP_S, Board, first_line, is_fake, named
-from offloadzero.ranks.group import Collectives, Group, TakenStep
+from offloadzero.observe.collectives import CollectiveCount, CollectiveCounter
+from offloadzero.ranks.channel import Channel, Recorder, abort_groups
+from offloadzero.ranks.deadlock import DeadlockDetector, Watch
+from offloadzero.ranks.failure_store import FailureStore, is_fake, named
+from offloadzero.ranks.group import Collectives, Group, TakenStep, digest, machine
 from offloadzero.ranks.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.ranks.shard import ShardSpec, consecutive_groups, groups_of_equal_place
-from offloadzero.ranks.stall_watch import WAITED_S, Standstill, Watch
 
-# Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
-# asked it before each of some hundred collectives of a step, they would wait for it.
-LOOK_AGAIN_S = 0.1
+_NO_GRADIENTS = -1.0  # told in the place of a sum of squares
 
-# Newer versions of torch have other names for these functions, and warn of the old ones.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-Recorder = Callable[[str, str, int], AbstractContextManager[None]]  # lane, name, bytes: Accelerator.span
-
-
-class Channel(Collectives):
-    """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
-
-    def __init__(
-        self,
-        group: Any,
-        spec: ShardSpec,
-        board: Board,
-        *,
-        is_on_host: bool,
-        members: Sequence[int] | None = None,
-    ) -> None:
-        """Use `group`, in which this rank has the place that `spec` says.
-
-        Args:
-            is_on_host: tensors are in host memory, and a collective is over when its wait returns.
-            members: the ranks of the group; None: all.
-        """
-        self._group = group
-        self.spec = spec
-        self.members = members = members or range(spec.world_size)
-        self._who = f"rank {members[spec.rank]} of {spec.world_size}"
-        if len(members) < dist.get_world_size():
-            self._who = f"rank {members[spec.rank]}, with ranks {[*members]}"
-        self._board = board
-        self._place = len(board.begun)
-        board.begun.append(0)
-        self._is_on_host = is_on_host
-        self.counter = CollectiveCounter()
-        self.recorder: Recorder = OFF.span
-        self.watch: Watch | None = None
-        self._looked_s = -math.inf  # when nobody had failed
-        self._tells_each = tells_each(spec.world_size) and not is_fake()
-        self._is_closed = False
-        self._is_in_collective = False
-        self._is_aborted = False
-
-    def all_gather(self, whole: Tensor, label: str) -> None:
-        """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
-        data = whole.view(torch.uint8)  # not every backend knows every dtype
-        start, stop = self.spec.kept_range(data.numel())
-        self._run(ALL_GATHER, label, data, lambda: _all_gather(data, data[start:stop], **self._options))
-
-    def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
-        """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
-        start, stop = self.spec.kept_range(whole.numel())
-        part = whole[start:stop]
-
-        def begin() -> Any:
-            # Gloo's own is an all-reduce of a copy, and its wait has no end before that: nobody could look up there.
-            if self._is_on_host:
-                return dist.all_reduce(whole, **self._options)
-            return _reduce_scatter(part, whole, **self._options)
-
-        self._run(REDUCE_SCATTER, label, whole, begin)
-        return part
-
-    def all_to_all(self, received: Tensor, sent: Tensor, label: str) -> None:
-        """Send each rank its part of `sent` and fill `received` with theirs; both uint8, in the ranks' order."""
-        self._run(ALL_TO_ALL, label, sent, lambda: dist.all_to_all_single(received, sent, **self._options))
-
-    def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
-        """Replace `values` by their sums over the ranks, or by the largest ones."""
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options))
-
-    def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
-        """The numbers of each rank, by rank; None where all ranks have the same.
-
-        Many ranks compare them in a few bytes, however many there are. Only where some differ do they tell which.
-        """
-        if self._tells_each:
-            by_rank = self.by_rank(own, label)
-            return None if all(values == by_rank[0] for values in by_rank) else by_rank
-        values = torch.tensor(own, dtype=torch.int64, device="cpu")
-        largest = torch.stack([values, -values])
-        self.all_reduce(largest, label, largest=True)
-        if torch.equal(largest[0], -largest[1]):
-            return None
-        return self.by_rank(own, label)
-
-    def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
-        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
-        values, num_ranks = torch.tensor(own, dtype=torch.int64, device="cpu"), self.spec.world_size
-        said = torch.zeros(num_ranks, len(own), dtype=torch.int64, device="cpu")
-        said[self.spec.rank] = values
-        if self._tells_each:
-            sent = values.repeat(num_ranks, 1)
-            self.all_to_all(said.view(torch.uint8), sent.view(torch.uint8), label)
-        else:
-            self.all_reduce(said, label)
-        by_rank: list[list[int]] = said.tolist()
-        return by_rank
-
-    def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
-        """Replace `values` by those of the group's first rank, or of the one at place `source`."""
-        data = values.view(-1).view(torch.uint8)
-        if data.numel():
-            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options))
-
-    def scatter(self, part: Tensor, whole: Tensor, label: str, *, source: int = 0) -> None:
-        """Fill `part` with this rank's part of `whole` on the rank at place `source`: uint8, shapes (n,), (n N,)."""
-        parts = list(whole.chunk(self.spec.world_size)) if self.spec.rank == source else None
-        self._run(SCATTER, label, whole, lambda: dist.scatter(part, parts, group_src=source, **self._options))
-
-    def begin_submitted(self) -> None:
-        """Count what was submitted to the calling thread, which begins it now."""
-        if self.watch is not None:
-            self.watch.begin()
-
-    def report(self, error: BaseException) -> None:
-        """Tell the ranks that wait in a collective of this board that this rank has failed."""
-        self._board.report(error)
-
-    def close(self) -> None:
-        """Give the group's threads and connections back, after its last collective. A second call does nothing.
-
-        A group that waits in a collective stays: to end it may wait for that for ever.
-        """
-        self._is_closed = True
-        if self._group is None or self._is_in_collective:
-            return
-        group, self._group = self._group, None  # its threads end with the last reference
-        if is_process_group(group) and not self._is_aborted:  # else it ended with torch's default group
-            dist.destroy_process_group(group)
-
-    def begin_abort(self) -> Any:
-        """Close the channel, and return its group for `abort_groups`; None where the host waits, which looks up."""
-        if self._is_on_host or self._is_closed:
-            return None
-        self._is_closed = self._is_aborted = True
-        return self._group if is_process_group(self._group) else None
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"group": self._group, "async_op": True}
-
-    def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any]) -> None:
-        """Issue the collective that `start` begins over `data`, and wait for it, or for the end of a rank before it."""
-        if self._is_closed:
-            raise StateError(f"{label}: the {kind}: the engine of this model is closed")
-        what = f"{label}: the {kind} ({self._who})"
-        self._look_before(what)
-        try:
-            self._is_in_collective = True
-            watch = None if self.watch is None or kind in (BROADCAST, SCATTER) else self.watch
-            if watch is not None and watch.counts_collectives:
-                watch.begin()
-            volume = volume_bytes({kind: CollectiveCount(1, data.nbytes)})
-            with self.recorder(COLLECTIVES, label, volume):
-                self._board.begun[self._place] += 1
-                work = start()
-                if work is None:
-                    raise AssertionError("the process is in no process group")
-                self.counter.add(kind, data.nbytes)
-                if self._is_on_host:
-                    self._wait(work, what, watch)
-                else:
-                    work.wait()  # makes the stream wait, not the host
-            self._is_in_collective = False
-        except RankError:
-            raise
-        except StateError as error:  # a standstill
-            self._board.report(error)
-            raise
-        except BaseException as error:
-            if is_interrupt(error):  # the collective is abandoned, and all others of the group
-                self._board.report(StateError(f"{type(error).__name__} in {what}"))
-                raise
-            if not isinstance(error, RuntimeError):
-                raise
-            text = self._said_within(LOOK_UP_S * 4)
-            because = f": {text}" if text is not None else ""
-            raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
-
-    def _look_before(self, what: str) -> None:
-        """Look for failed ranks, now and then; a wait looks each time, and so does what follows this rank's own end."""
-        now_s = time.monotonic()
-        if self._board.has_ended or now_s - self._looked_s >= LOOK_AGAIN_S:
-            self._look(what, self._board.begun[self._place] + 1)
-            self._looked_s = now_s
-
-    def _look(self, what: str, number: int) -> None:
-        """Look for ranks that have failed, or have closed without the collective of that number."""
-        self._board.look(what, self.members, (self._place, number))
-
-    def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
-        look_up = timedelta(seconds=LOOK_UP_S)
-        first_s = time.monotonic()
-        while True:
-            begun_s = time.monotonic()
-            try:
-                interrupts.wait(work.wait, look_up)
-                return
-            except RuntimeError:
-                # Work that has failed need not be complete: only the time tells its errors from the end of a wait.
-                if time.monotonic() - begun_s < LOOK_UP_S / 2:
-                    raise
-                if work.is_completed():  # since then, perhaps: the error is that of the wait, or its own
-                    work.wait()
-                    return
-            self._look(what, self._board.begun[self._place])
-            if watch is not None and time.monotonic() - first_s > WAITED_S:
-                watch.look(what)
-
-    def _said_within(self, wait_s: float) -> str | None:
-        """Return the text of a failed rank, which may come a little later than its end."""
-        until_s = time.monotonic() + wait_s
-        while (text := self._board.text(self.members)) is None and time.monotonic() < until_s:
-            time.sleep(LOOK_UP_S / 10)
-        return text
+LEAST_GROUPS = 4  # of one engine, in host memory
+MOST_GROUPS = 14  # of one engine, with its parts of the device: on the CPU these are gloo's, too
+BESIDE_CONNECTIONS = 5  # of one group
+SPARE = 256  # files of the script, of the drive, of checkpoints
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ranks(Group):
     """The ranks of one model, of several processes; each channel is used by one thread."""
 
-    board: Board
+    failure_store: FailureStore
 
     def __post_init__(self) -> None:
-        """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
+        """Watch the channels in which scripts wait, and those of what they submit: [Note: deadlocks]."""
         rank, group = self.control.rank, self.control.members[0]
         submitted = {"orders": self.order, "gradients": self.reductions, "decisions": self.steps}
-        standstill = Standstill(self.board, submitted, rank=rank, group=group)
+        detector = DeadlockDetector(self.failure_store, submitted, rank=rank, group=group)
         for name in ("states", "control", "orders"):
-            getattr(self, name).watch = Watch(standstill, name)
+            getattr(self, name).watch = Watch(detector, name)
         for name in ("gradients", "decisions"):  # what is submitted there may take several collectives
-            getattr(self, name).watch = Watch(standstill, name, counts_collectives=False)
+            getattr(self, name).watch = Watch(detector, name, counts_collectives=False)
 
     @property
     def is_alone(self) -> bool:
@@ -315,8 +86,22 @@ class Ranks(Group):
 
     def agree_on_step(self, step: TakenStep) -> Sequence[float]:
         """The squared norms of the parts of the gradient that the ranks have: [Note: what the ranks agree on]."""
-        self.decisions.begin_submitted()
-        return agreed_totals(self.decisions, self.across, step)
+        decisions, number = self.decisions, step.number
+        decisions.begin_submitted()
+        own = _NO_GRADIENTS if step.sq_norm is None else step.sq_norm
+        totals, (hypers, writes) = _told(decisions, own, number, [digest(repr(step.hypers)), step.writes])
+        if odd := decisions.odd_ranks(hypers):
+            raise StateError(
+                f"step {number}: the hyperparameters of ranks {odd} are not those of rank {decisions.members[0]}; "
+                f"rank {decisions.rank} has {abbreviated(step.hypers)}. All ranks must set the same ones: a "
+                "scheduler that goes by the loss needs the mean over the ranks"
+            )
+        decisions.expect_same_writes(writes, f"step {number}")
+        of_part = totals if step.is_divided else totals[:1]
+        if self.across is None:
+            return of_part
+        own = math.fsum(of_part) if all(map(math.isfinite, of_part)) else math.nan
+        return _told(self.across, own if of_part else _NO_GRADIENTS, number, [])[0]
 
     def collectives(self) -> dict[str, CollectiveCount]:
         """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
@@ -336,7 +121,7 @@ class Ranks(Group):
 
     def lost_text(self) -> str | None:
         """A text about a rank that has failed; None: none has, as far as is known."""
-        return self.board.text()
+        return self.failure_store.text()
 
     def abort(self) -> None:
         """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
@@ -349,6 +134,23 @@ class Ranks(Group):
         for part in vars(self).values():
             if isinstance(part, Channel):
                 part.close()
+
+
+def _told(
+    channel: Collectives, total: float, number: int, more: Sequence[int]
+) -> tuple[list[float], list[list[int]]]:
+    """Return the sums of the ranks that have gradients, and `more` of all ranks, each by rank.
+
+    Raises StateError where they take steps of other numbers.
+    """
+    # The bits, which arrive as they are, NaN too.
+    bits = int(torch.tensor(total, dtype=torch.float64, device="cpu").view(torch.int64))
+    by_rank = channel.by_rank([bits, number, *more], f"step {number}")
+    totals, steps, *others = zip(*by_rank, strict=True)
+    if len(set(steps)) > 1:
+        raise StateError(f"the ranks take different steps: {dict(zip(channel.members, steps, strict=True))}")
+    values = torch.tensor(totals, device="cpu").view(torch.float64).tolist()
+    return [value for value in values if value != _NO_GRADIENTS], [*map(list, others)]
 
 
 def make_ranks(
@@ -402,7 +204,7 @@ def make_ranks(
         decisions=of_data("gloo"),
         control=control,
         states=of_data("gloo"),
-        board=channels.board,
+        failure_store=channels.failure_store,
         near_weights=channels.of_part(on_device, consecutive_groups(world, node_ranks)),
         near_gradients=channels.of_part(on_device, near),
         far_gradients=channels.of_part(on_device, far),
@@ -452,14 +254,14 @@ class _Channels:
         self._spec = spec
         self._is_fake = is_fake()
         self._timeout = None if self._is_fake else timeout_of_process_group()
-        self.board = Board(spec.rank)
+        self.failure_store = FailureStore(spec.rank)
         if self._timeout is not None:
             make_room_for_groups(spec.world_size)
-            self.board.join(spec.world_size, self._timeout, what=what)
+            self.failure_store.join(spec.world_size, self._timeout, what=what)
 
     def of_all(self, backend: str) -> Channel:
         """Make a channel of all ranks."""
-        return Channel(self._new_group(backend), self._spec, self.board, is_on_host=backend == "gloo")
+        return Channel(self._new_group(backend), self._spec, self.failure_store, is_on_host=backend == "gloo")
 
     def of_part(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel | None:
         """Make the channel of the one of `groups` that this rank is in. All ranks make all of them."""
@@ -468,7 +270,7 @@ class _Channels:
             group = self._new_group(backend, [*members])
             if self._spec.rank in members:
                 place = ShardSpec(members.index(self._spec.rank), len(members))
-                own = Channel(group, place, self.board, is_on_host=backend == "gloo", members=members)
+                own = Channel(group, place, self.failure_store, is_on_host=backend == "gloo", members=members)
         return own
 
     def of_own(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel:
@@ -483,6 +285,23 @@ class _Channels:
         backend = "fake" if self._is_fake else backend
         with named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"), bound:
             return dist.new_group(members, backend=backend, timeout=self._timeout)
+
+
+def make_room_for_groups(num_ranks: int) -> None:
+    """Raise the limit of this process as far as the groups of an engine need it, and as it may be raised.
+
+    ConfigError: it may not be raised as far as any engine over so many ranks needs it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used, of_group = len(os.listdir("/proc/self/fd")), num_ranks + BESIDE_CONNECTIONS
+    least, needed = used + LEAST_GROUPS * of_group, used + MOST_GROUPS * of_group + SPARE
+    if hard != resource.RLIM_INFINITY:
+        if hard < least:
+            allowed = f"{needed} or more for {num_ranks} ranks: the connections of their groups are {least} at least"
+            raise ConfigError("ulimit -Hn", hard, allowed)
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:

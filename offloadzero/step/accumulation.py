@@ -1,14 +1,18 @@
-"""A counter of micro batches that knows which one is the last of its step."""
+"""A counter of micro batches that knows which one is the last of its step, and the losses that a script has scaled."""
 
 from __future__ import annotations
 
+import functools
 import operator
+import weakref
 from dataclasses import replace
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from offloadzero.config.batch import resolve_batch
-from offloadzero.config.reading.parse import MAX_COUNT, read_int
-from offloadzero.config.schema import BatchConfig
+import torch
+
+from offloadzero.config.readers import MAX_COUNT, read_int
+from offloadzero.config.schema import BatchConfig, resolve_batch
+from offloadzero.core.torch_private import running_backward
 from offloadzero.errors import ConfigError, StateError
 
 
@@ -119,6 +123,45 @@ class Accumulation:
             )
         self._samples_before, self._steps_before = self.num_samples(global_steps), global_steps
         self.batch = replace(batch, managed=self.batch.managed)
+
+
+class ScaledLosses:
+    """Lets each scaled loss have one backward, of which reentrant checkpoints may make many.
+
+    Such a checkpoint runs a backward of its own inside of that of the loss. Where all gradients come from them, those
+    of a model with a tied or frozen head say, each is the first that takes gradients, as far as anyone can see.
+    """
+
+    def __init__(self) -> None:
+        self._num_waiting = 0  # losses of this step whose backward has not begun
+        self._num_steps = 0
+        self._running: weakref.ref[Any] | None = None
+
+    def add(self, scaled: torch.Tensor) -> None:
+        """Note that a loss is scaled."""
+        self._num_waiting += 1
+        if scaled.requires_grad:
+            scaled.register_hook(functools.partial(self._begin, self._num_steps))
+
+    def _begin(self, num_steps: int, _: torch.Tensor) -> None:
+        if num_steps == self._num_steps:
+            self._running = running_backward()
+
+    def end_step(self) -> None:
+        """Forget the losses of this step: the next ones may have another scale."""
+        self._num_waiting = 0
+        self._num_steps += 1
+        self._running = None
+
+    def expect_backward(self) -> None:
+        """Raise StateError where a backward that begins is not that of a scaled loss."""
+        if self._num_waiting:
+            self._num_waiting -= 1
+        elif self._running is None or self._running() is None:
+            raise StateError(
+                "fp16 gradients need loss scaling, once for each backward: optimizer.scale(loss).backward(), or "
+                "engine.backward(loss)"
+            )
 
 
 def _read_size(key: str, size: object) -> int:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offloadzero.access.gradient import GradientTensor, in_graph_of
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
@@ -48,13 +49,12 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.parameters.gradient import GradientTensor, in_graph_of
-from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients, copy_waiting
-from offloadzero.step.script.param_grad import (
+from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientHandle,
     expect_dense,
 )
+from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients, copy_waiting
 from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
 from offloadzero.update.records import Record
 

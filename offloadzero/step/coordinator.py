@@ -49,16 +49,15 @@ from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
-from offloadzero.step.account import Account, Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
-from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.job import Account, Hypers, StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
-from offloadzero.step.script.window import GradientWindow
 from offloadzero.step.step_decision import decide_step
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.pipeline import UpdatePipeline
@@ -129,7 +128,6 @@ class StepCoordinator:
         collector: GradientCollector,
         landing: Landing,
         decider: Decider,
-        accounts: Accounts,
         pipeline: UpdatePipeline,
         failures: Failures,
         clock: StepClock,
@@ -162,7 +160,6 @@ class StepCoordinator:
         self._gradients = window.gradients
         self._landing = landing
         self._decider = decider
-        self._accounts = accounts
         self._pipeline = pipeline
         self._failures = failures
         self._clock = clock
@@ -221,7 +218,7 @@ class StepCoordinator:
                 first.show_assigned()
                 is_nested = self.collector.is_in_backward
                 if not (is_nested or self.policy.update_in_backward or torch.is_grad_enabled()):
-                    self._window.settle_passed_on()
+                    self._window.expect_none_given_away()
             except BaseException:
                 first.drop()
                 raise
@@ -255,8 +252,8 @@ class StepCoordinator:
         if self._in_backward and self._jobs and not self._is_running() and self._failures.stop is None:
             self._wait_begun()
             if self._account.applied:
-                said = f"the last backward did not finish: {self._accounts.applied_text(self._account)}"
-                self._accounts.stop(self._account, StateError(said))
+                said = f"the last backward did not finish: {self._decider.applied_text(self._account)}"
+                self._decider.stop(self._account, StateError(said))
         self._failures.check()
 
     def _wait_begun(self) -> None:
@@ -272,12 +269,12 @@ class StepCoordinator:
         """A text about updates in the states that belong to no counted step; None: there are none."""
         if self._jobs and not self._is_running():
             self._wait_begun()
-        if self._failures.stop is not None and self._accounts.stopped.applied:
-            return self._accounts.applied_text(self._accounts.stopped)
+        if self._failures.stop is not None and self._decider.stopped.applied:
+            return self._decider.applied_text(self._decider.stopped)
         if not self._jobs or not self._account.applied:
             return None
         if self._in_backward:
-            return self._accounts.applied_text(self._account)
+            return self._decider.applied_text(self._account)
         return f"step {self._account.step} was applied in backward, and step() was not called"
 
     @uninterrupted
@@ -293,7 +290,7 @@ class StepCoordinator:
 
     def resolve(self, *, is_whole: bool) -> None:
         """Go on after `give_up_step`, also after a partial step if `is_whole`: the new states are those of one step."""
-        if is_whole or not self._accounts.stopped.applied:
+        if is_whole or not self._decider.stopped.applied:
             self._failures.resolve()
 
     def _begin_backward(self) -> None:
@@ -386,13 +383,15 @@ class StepCoordinator:
                 # It has no gradient of this micro batch, whose operations may have read the weights all the same.
                 self._gradients_complete(gradient)
                 self._landing.close(gradient, job=self._begin_job(gradient))
-        self._executor.end_backward()
+        if not self._is_alone and self._executor.residency.current >= 0:  # all ranks have come to the end
+            self._executor.end_use(self._executor.residency.current)
 
     def _gradients_complete(self, gradient: RecordGradient) -> None:
         record = gradient.record
         if self._clock.timeline.is_on:
             self._clock.timeline.lap(f"backward {record.name}", is_part=True)
-        self._executor.gradients_complete(record.index)
+        if self._is_alone:  # else until the next use, or the end of the backward: [Note: what a rank fetches]
+            self._executor.end_use(record.index)
 
     def _begin_job(self, gradient: RecordGradient) -> UpdateJob | None:
         """Begin the job that follows the landing, if the update runs in backward."""
@@ -465,7 +464,8 @@ class StepCoordinator:
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
         reads = self._changes.launched_reads()  # of an evaluation since backward, say
         for job in jobs:
-            self._changes.begin_update(job.record.index, self._published(job))
+            ticket = job.ticket if self._publishing is None else self._published(job, self._publishing)
+            self._changes.begin_update(job.record.index, ticket)
         order = self._executor.step_order([job.record.index for job in jobs])
         # Where another part of the model has gradients, the ranks of this one decide with it; and with other ranks of
         # this part where these may have gradients, as the script here has dropped all.
@@ -487,13 +487,13 @@ class StepCoordinator:
             self._executor.step_decided_by(step.decided)
         return step
 
-    def _published(self, job: UpdateJob) -> Ticket:
+    def _published(self, job: UpdateJob, lane: Lane) -> Ticket:
         """Return a ticket that is done when the device has the weights that all ranks have updated."""
         whole, group = job.record.whole_param, self._group
-        if whole is None or self._publishing is None:
+        if whole is None:
             return job.ticket
         params, label = whole.memory[: job.record.num_trainable], f"{job.record.name}.param"
-        return self._publishing.submit(
+        return lane.submit(
             lambda: group.updates.all_gather(params, label), after=[job.ticket], label=job.record.name
         )
 
@@ -536,7 +536,7 @@ class StepCoordinator:
         """Refuse where the weights have some of the gradients. Resolve an error that was raised."""
         self._wait_begun()  # the landing thread says which were applied, and what stops the training
         stop = self._failures.stop
-        if stop is None or self._accounts.stopped.applied or not self._failures.stop_was_raised:
+        if stop is None or self._decider.stopped.applied or not self._failures.stop_was_raised:
             self._expect_one_step()
             if self._jobs and self._account.applied:
                 raise StateError(
@@ -545,7 +545,7 @@ class StepCoordinator:
                     "gradients"
                 )
             return
-        if self._accounts.stopped.is_closed:
+        if self._decider.stopped.is_closed:
             self._decider.count_skip()
         self._failures.resolve()
 

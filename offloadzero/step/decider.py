@@ -11,11 +11,11 @@ import torch
 
 from offloadzero.config import LossScaleConfig
 from offloadzero.core.fail_points import through
+from offloadzero.errors import NonFiniteError, OffloadError
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.group import Group, TakenStep
 from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
-from offloadzero.step.account import Accounts, names_text
-from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.job import Account, StepJobs, UpdateJob, names_text
 from offloadzero.step.step_decision import LossScale, decide_step
 
 log = logging.getLogger("offloadzero")
@@ -37,7 +37,7 @@ class Decider:
 
     def __init__(
         self,
-        accounts: Accounts,
+        units: Sequence[str],
         *,
         group: Group,
         failures: Failures,
@@ -45,8 +45,9 @@ class Decider:
         skip_nonfinite: bool,
         loss_scale: LossScaleConfig | None,
     ) -> None:
-        """Make the decider. `max_norm` 0 means no clipping."""
-        self._accounts = accounts
+        """Make the decider. `units` are the names of the units that train; `max_norm` 0 means no clipping."""
+        self._units = tuple(units)
+        self.stopped = Account(0)  # the account that has stopped the training, if `Failures.stop` says so
         self._group = group
         self._failures = failures
         self._max_norm = max_norm
@@ -70,13 +71,45 @@ class Decider:
         """Count a closed step that was not applied."""
         self.num_skipped += 1
 
+    # --- a step that goes no further ---
+
+    def stop(self, account: Account, error: OffloadError) -> None:
+        """Stop the step here, and let no other begin."""
+        account.refuse(error)
+        self.stopped = account
+        self._failures.stop_training(error)
+
+    def refuse(self, account: Account, names: Sequence[str]) -> None:
+        """Stop the step here: the gradients of the units of those names are not finite."""
+        error = NonFiniteError(
+            f"step {account.step}: the gradient of {names_text(names)} holds NaN or Inf; {self.applied_text(account)}. "
+            + ("" if account.applied else "zero_grad() lets training go on without this step. ")
+            + '("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
+        )
+        self.stop(account, error)
+
+    def applied_text(self, account: Account) -> str:
+        """Return a text about the units that a step has updated which was not applied as a whole."""
+        applied = list(account.applied)
+        others = [name for name in self._units if name not in applied]
+        if not applied:
+            return "nothing of it was applied"
+        return (
+            f"the weights are updated in backward, and of step {account.step} the updates of {len(applied)} units were "
+            f"applied ({names_text(applied)}) and those of {len(others)} were not ({names_text(others)}). Training "
+            "cannot go on from there. The states can be saved as they are; load_checkpoint() of an earlier checkpoint "
+            "makes them whole"
+        )
+
+    # --- decisions ---
+
     def decide_one(self, job: UpdateJob) -> bool:
         """Decide over a job of backward whose gradient is home; return whether it has begun, else it is cancelled."""
         account = job.account
         if account.refused is None:
             account.refuse(self._failures.stop)  # of the step before
         if account.refused is None and not job.gradient.is_finite:
-            self._accounts.refuse(account, [job.record.name])
+            self.refuse(account, [job.record.name])
         if account.refused is not None:
             job.cancel()
             return False
@@ -114,7 +147,7 @@ class Decider:
             return step.in_order()
         names = self._non_finite(step)
         if not self._skip_nonfinite:
-            self._accounts.refuse(step.account, names)  # before any waiting thread can see it
+            self.refuse(step.account, names)  # before any waiting thread can see it
         self.count_skip()
         self._tell_skip(step, names, scale.scale)
         for job in step.jobs:

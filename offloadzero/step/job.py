@@ -1,50 +1,74 @@
-"""The job of one record in one step, handed on from stage to stage: landing, update, home."""
+"""The jobs of a step, one for each record, handed on from stage to stage, and the account of what became of it.
+
+[Note: what an interrupted step leaves]
+`step()` first does all that waits or may raise, and this changes nothing; then it hands the gradients over, which is
+done as a whole. So a step was taken or it was not. Where gradients are applied at the step, a backward that did not
+end, or a gradient that is not finite, has changed no state: `zero_grad()` drops the gradients and training goes on.
+
+Where they are applied in backward, an interrupt that comes after the first update has begun waits for the end of that
+backward, and `step()` closes the step. After a second interrupt, or a gradient that is not finite, some units may have
+taken the step and others not. Training cannot go on from that state. It can be read and saved, and the error says which
+units are which; a checkpoint that is loaded replaces it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
-
-from offloadzero.memory.store import Segment
+from offloadzero.errors import OffloadError
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket, unfinished
-from offloadzero.step.account import Account, Hypers
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.step_decision import StepDecision
-from offloadzero.update.delivery import UpdateTicket
-from offloadzero.update.records import UpdateRange
+from offloadzero.update.pipeline import RecordUpdate
+from offloadzero.update.spec import Hyper
+
+Hypers = Sequence[Hyper]  # by group index
+
+MAX_NAMES = 12  # units named in a message
 
 
-class UpdateJob:
-    """Applies a record's gradient once it is home: a RecordUpdate.
+def names_text(names: Sequence[str]) -> str:
+    """Return the names of units for a message."""
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+
+
+@dataclass(eq=False)
+class Account:
+    """One step: its hyperparameters, and the units that it has updated: [Note: what an interrupted step leaves]."""
+
+    step: int
+    hypers: Hypers = ()
+    applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
+    refused: OffloadError | None = None  # the error for which backward updates no more units
+    is_closed: bool = False  # step() has come after the backward that updates
+
+    def close(self) -> None:
+        """Note that step() has come after the backward that updates."""
+        self.is_closed = True
+
+    def note_applied(self, name: str) -> None:
+        """Note that backward updates the unit of that name."""
+        self.applied.append(name)
+
+    def refuse(self, error: OffloadError | None) -> None:
+        """Let backward update no more units, because of `error`; None: nothing stands against them."""
+        self.refused = error
+
+
+class UpdateJob(RecordUpdate):
+    """Applies a record's gradient once it is home.
 
     The coordinator makes it. The stage that has it last ends it: `begin` hands it to the update, `cancel` and `fail`
     are the end. A fetch of the unit waits for its ticket.
     """
 
     def __init__(self, gradient: RecordGradient, account: Account, *, before: Ticket) -> None:
-        """Make a job. `before`: done when what the update before this one has made is home, and on all ranks."""
+        """Make a job, as `RecordUpdate` says; its gradient is known when it begins."""
+        super().__init__(gradient.record, account.hypers, before=before)
         self.gradient = gradient
-        self.before = before
-        self.record = gradient.record
         self.account = account
-        self.ticket = UpdateTicket()
-        # Known when the job begins:
-        self.ranges: Sequence[UpdateRange] = ()
-        self.grad_scale = 1.0
-        self._grad: torch.Tensor | Segment | None = None
-
-    @property
-    def hypers(self) -> Hypers:
-        """The hyperparameters, by group index."""
-        return self.account.hypers
-
-    @property
-    def grad(self) -> torch.Tensor | Segment:
-        """The gradient in memory, or its segment on NVMe."""
-        if self._grad is None:
-            raise AssertionError(f"the update of {self.record.name} has not begun")
-        return self._grad
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""

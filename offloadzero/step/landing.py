@@ -9,7 +9,7 @@ import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.core.fail_points import through
-from offloadzero.memory.arena import BufferPool, Lease
+from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
 from offloadzero.native.kernels import set_cores
@@ -18,7 +18,7 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
-from offloadzero.step.reduction.reduction import Reduction
+from offloadzero.step.reduction import Reduction
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import update_ranges
 
@@ -45,7 +45,7 @@ class Landing:
         *,
         passing: BufferPool,
         staging: BufferPool,
-        norm_scratch: Lease | None,
+        norm_scratch: torch.Tensor | None,
         clock: StepClock,
         num_threads: int | None,
         cores: Collection[int],
@@ -67,7 +67,7 @@ class Landing:
         self._store = store
         self._passing = passing
         self._staging = staging
-        self._norm_scratch = None if norm_scratch is None else norm_scratch.bytes
+        self._norm_scratch = norm_scratch
         self._clock = clock
         self._num_threads = num_threads
         self._reduction = reduction
@@ -145,7 +145,8 @@ class Landing:
         record, lease, leases = brought.gradient.record, brought.lease, brought.leases
         if lease is None:
             raise AssertionError(f"{record.name} has no gradient lease")
-        self._reduction.submit(record)
+        if record.is_reduced:
+            self._reduction.submit(record)
         accelerator = self._store.accelerator
 
         def copy() -> None:

@@ -1,8 +1,7 @@
 """The use of units: each is on the device before it is used, and changes only when it is in no use.
 
 The residency policy decides which units are there, which stay and which leave; their leases carry that out. Code that
-computes with a unit calls the executor, code that changes one its `changes` (unit_changes.py), and code that reads one
-outside of its module's forward unit_reads.py.
+computes with a unit or reads one calls the executor, code that changes one its `changes` (unit_changes.py).
 
 [Note: where a refused step is told]
 After a step whose gradients are not finite a script may go on, from the line where it got the error. That must be the
@@ -20,8 +19,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from offloadzero.core.interrupts import uninterrupted
-from offloadzero.core.torch_private import active_ddp_module, current_autograd_node
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.core.torch_private import active_ddp_module, current_autograd_node, outside_of_transforms
+from offloadzero.errors import BudgetError, ConfigError, StateError
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
@@ -32,7 +31,6 @@ from offloadzero.ranks.group import Group
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_changes import UnitChanges
-from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.flat_layout import slot_layout
@@ -65,18 +63,18 @@ class Executor:
         self.residency = ResidencyPolicy(
             self.units, arena_bytes=unit_arena.num_bytes, by_order=not self._is_alone
         )
-        self._fetches = UnitFetches(store, staging=staging, clock=clock, gather=gather)
         self.leases = UnitLeases(
             self.units,
             store,
             arena=unit_arena,
             residency=self.residency,
-            fetches=self._fetches,
+            staging=staging,
+            gather=gather,
             clock=clock,
         )
         self.pins = self.residency.pins  # for reading
         self.changes = UnitChanges(
-            self.units, self.leases, self._fetches, store, pins=self.pins, clock=clock, lock=self._lock
+            self.units, self.leases, gather, store, pins=self.pins, clock=clock, lock=self._lock
         )
         self._spoiled: set[int] = set()  # units in a forward whose lease has other values than their home
         self._num_forwards = 0  # the number of nested forwards of sites
@@ -283,20 +281,8 @@ class Executor:
         """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
         self._spoiled.add(index)
 
-    def gradients_complete(self, index: int) -> None:
-        """End the unit's use: no operation of this backward reads its weights any more.
-
-        Over several ranks it goes on until the next one, or the end of the backward: [Note: what a rank fetches].
-        """
-        if self._is_alone:
-            self._end_use(index)
-
-    def end_backward(self) -> None:
-        """End the uses of this backward, whose end all ranks have reached."""
-        if not self._is_alone and self.residency.current >= 0:
-            self._end_use(self.residency.current)
-
-    def _end_use(self, index: int) -> None:
+    def end_use(self, index: int) -> None:
+        """End the unit's use, if it is in use: no operation of this backward reads its weights any more."""
         with self._lock:
             self.residency.end_use(index)
             self.leases.prefetch()
@@ -304,7 +290,58 @@ class Executor:
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
-        return self._fetches.read_home(unit)
+        return self.leases.read_home(unit)
+
+    # --- reads outside of the module's forward, and parameters that a script has gathered ---
+
+    def on_device(self, index: int) -> torch.Tensor | None:
+        """Return the unit's parameters for an operation now, shape (num_elements,); None where its home should be read.
+
+        That is so between steps, when a fetch for one parameter would drive out units that the next step needs, and
+        where every lease is in use.
+        """
+        unit = self.units[index]
+        if unit.residency is not HOME and not self.is_running:
+            return None  # in another thread's forward, too: units on the device may leave during the read
+        if not self.pins[index]:
+            try:
+                with outside_of_transforms():
+                    self.touch(index, guard=True, evaluating=self.is_evaluating)
+            except BudgetError:  # every lease is in use
+                return None
+        return unit.flat
+
+    def pinned_parameters(self, index: int) -> torch.Tensor | None:
+        """The parameters of a unit whose module is in its forward, shape (num_elements,); else None."""
+        return self.units[index].flat if self.pins[index] else None
+
+    def show(self, index: int, *, place: int, as_copy: bool) -> None:
+        """Bring a unit to the device for a read of one parameter and point its parameters there.
+
+        `as_copy`: that parameter points at a copy of its own, for a value that may be kept longer than the unit stays.
+        """
+        unit = self.units[index]
+        if place in unit.gathered:  # a script has it in memory of its own
+            return
+        try:
+            self.touch(index, guard=True, evaluating=self.is_evaluating)
+        except BudgetError:  # every lease is in use: operations take it from its home
+            return
+        unit.show()
+        if as_copy and unit.residency is not HOME:
+            unit.show_copy(place)
+
+    def gather(self, index: int, place: int, value: torch.Tensor) -> None:
+        """Make the parameter of slot `place` an ordinary one in `value` until `scatter`."""
+        self.units[index].gather(place, value)
+
+    def scatter(self, index: int, place: int) -> torch.Tensor:
+        """Undo `gather`; return the memory that the parameter has now."""
+        return self.units[index].scatter(place)
+
+    def gathered_in(self, index: int) -> dict[int, torch.Tensor]:
+        """The memory of the parameters that a script has gathered, by slot."""
+        return self.units[index].gathered_now()
 
     # --- steps ---
 

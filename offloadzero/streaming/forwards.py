@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from offloadzero.access.parameter import AwayParameter, present_class_of
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.torch_private import sharder_of, skip_frame
 from offloadzero.errors import StateError
-from offloadzero.parameters.weight import AwayParameter, present_class_of
 
 _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
 

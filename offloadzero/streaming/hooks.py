@@ -16,7 +16,7 @@ Saved-tensor hooks do not nest: only the innermost pair runs. Under an outer pai
 checkpointing, save_on_cpu) the pair here hands every tensor that is no weight on to it; otherwise checkpointing would
 silently keep all activations.
 
-Parameters read outside their sites are `AwayParameter`s: [Note: a parameter away] in offloadzero/parameters/weight.py.
+Parameters read outside their sites are `AwayParameter`s: [Note: a parameter away] in offloadzero/access/parameter.py.
 For operations that do not look at the class (an autograd Function in C++) `F.linear(x, self.wte.weight)` in another
 module's forward is caught at the read as well: the dict behind `module.weight` brings the unit to the device. The
 saved-tensor hooks turn the weight that autograd saves into a handle; under a foreign pair of hooks the read gets a
@@ -49,6 +49,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero.access.gathered import ScriptBlocks
+from offloadzero.access.parameter import PresentParameter
+from offloadzero.access.state import is_copy_of, state_tensor
+from offloadzero.access.weight import Counted, weight_of
+from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import call_script, uninterrupted
@@ -66,11 +71,6 @@ from offloadzero.core.torch_private import (
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.timeline import Timeline
-from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
-from offloadzero.parameters.weight import PresentParameter, weight_of
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
-from offloadzero.streaming.access.unit_reads import UnitReads
-from offloadzero.streaming.access.weights import WeightAccess
 from offloadzero.streaming.building.units import Site, UnitCut
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.forwards import (
@@ -288,7 +288,6 @@ class ModelHooks:
         cut: UnitCut,
         *,
         executor: Executor,
-        reads: UnitReads,
         gradient_hook: Callable[[Record, ParamSlot], Callable[[torch.Tensor], None]],
         weights: WeightAccess,
         blocks: ScriptBlocks,
@@ -306,7 +305,6 @@ class ModelHooks:
             activations: takes the inputs of these.
         """
         self.executor = executor
-        self._reads = reads
         self._saved_weights = SavedWeights(executor)
         self.timeline = timeline
         self._gradient_hook = gradient_hook
@@ -392,7 +390,7 @@ class ModelHooks:
         if self.executor.is_running:
             may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
             with outside_of_transforms():
-                self._reads.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
+                self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
     def _own_innermost(self) -> SavedTensorHooks | None:
         """The innermost saved-tensor hooks, if they are this engine's."""
@@ -405,7 +403,7 @@ class ModelHooks:
 
     def commit_gathered(self, records: Sequence[int]) -> None:
         """Write home the changes of a script to gathered parameters, before a forward computes with them."""
-        if self._reads.gathered:
+        if self._blocks.open:
             self._blocks.commit(records)
 
     def commit_written(self, records: Sequence[int]) -> None:
@@ -467,11 +465,10 @@ class ModelHooks:
                 if id(param) in self._tied
                 else []
             )
-            state_dict[prefix + name] = (
-                same[0].detach()
-                if same
-                else state_tensor(self._weights.read(record, slot), WrittenWeight(weight))
-            )
+            if same:
+                state_dict[prefix + name] = same[0].detach()
+            else:
+                state_dict[prefix + name] = state_tensor(self._weights.read(record, slot), Counted(weight))
 
     def _take_state_dict(
         self,

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from offloadzero.access.parameter import classes_of, keep_view, show_frozen, tensors_over
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     set_data,
@@ -46,8 +47,6 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.parameters.kept_view import keep_view, show_frozen, tensors_over
-from offloadzero.parameters.weight import classes_of
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadzero.access.dtensors import Form, dtensor_type, local_tensor
+from offloadzero.access.parameter import AwayParameter, PresentParameter, recorded
+from offloadzero.access.tensor import RemoteTensor
 from offloadzero.activations.store import ActivationStore, Call, KeptInput
 from offloadzero.core.torch_private import skip_frame
 from offloadzero.observe.timeline import Timeline
-from offloadzero.parameters.dtensors import Form, dtensor_type, local_tensor
-from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.parameters.weight import AwayParameter, PresentParameter, recorded
 from offloadzero.streaming.saved_weights import SavedShard, SavedWeight, SavedWeights
 
 _data_ptr = Tensor.data_ptr  # without the look at the caller that the method of a parameter's class takes

@@ -15,8 +15,8 @@ from itertools import chain
 
 import torch
 
+from offloadzero.access.dtensors import Form
 from offloadzero.errors import BudgetError, StateError
-from offloadzero.parameters.dtensors import Form
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import HOME, LeasedUnit, WeightView
 

@@ -15,7 +15,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import HOME, RELEASED, LeasedUnit
-from offloadzero.streaming.unit_fetches import UnitFetches
+from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
 
 
@@ -26,7 +26,7 @@ class UnitChanges:
         self,
         units: Sequence[LeasedUnit],
         leases: UnitLeases,
-        fetches: UnitFetches,
+        gather: UnitGather,
         store: TieredStore,
         *,
         pins: Sequence[int],
@@ -41,7 +41,7 @@ class UnitChanges:
         """
         self._units = units
         self._leases = leases
-        self._fetches = fetches
+        self._gather = gather
         self._store = store
         self._pins = pins
         self._clock = clock
@@ -124,7 +124,7 @@ class UnitChanges:
             if not self._pins[index]:
                 self._units[index].expect_no_late_write()
                 self.make_stale(self._units[index], FINISHED, is_edit=True)
-        self._fetches.forget(index)
+        self._gather.forget(index)
 
     def make_stale(self, unit: LeasedUnit, ticket: Ticket, *, is_edit: bool = False) -> None:
         """Give the unit's lease up: its next use fetches it again, behind `ticket`."""

@@ -1,4 +1,4 @@
-"""The leases of units: fetched into, arrived, released.
+"""The leases of units: fetched into after the units' last updates, arrived, released.
 
 [Note: leases of several sizes]
 Leases do not move, so free bytes may lie in several holes, none of which is large enough. Most units of a model are
@@ -12,17 +12,24 @@ launched on the [Note: streams that compute] when the lease was given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from offloadzero.errors import BudgetError, StateError
-from offloadzero.memory.arena import Arena, Lease, align_up
+from offloadzero.memory.arena import Arena, BufferPool, Lease, align_up
 from offloadzero.memory.device import Stream
+from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.memory.tiers import FETCH_PRIORITY
+from offloadzero.memory.transfer import Fetcher, FileWay, Staging
 from offloadzero.observe.clock import Mark, StepClock
 from offloadzero.schedule.prefetch import Evict, Move
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
-from offloadzero.streaming.unit_fetches import UnitFetches
+from offloadzero.streaming.unit_gather import UnitGather
+from offloadzero.update.delivery import Delivery, UpdateTicket
 
 
 class UnitLeases:
@@ -35,16 +42,24 @@ class UnitLeases:
         *,
         arena: Arena,
         residency: ResidencyPolicy,
-        fetches: UnitFetches,
+        staging: BufferPool,
+        gather: UnitGather,
         clock: StepClock,
     ) -> None:
-        """Take the `arena`, the part of the device's memory from which the leases are cut."""
+        """Take the `arena`, the part of the device's memory from which the leases are cut; make the fetching threads.
+
+        `gather` makes units whole that come in shards.
+        """
         self._units = units
         self._store = store
         self.arena = arena
         self._residency = residency
-        self._fetches = fetches
+        self._gather = gather
         self._clock = clock
+        self._lane = store.accelerator.lane("fetch", store.failures)
+        self._fetcher = Fetcher(
+            store, lane=self._lane, files=FileWay(Lane("stage", store.failures), Staging(staging))
+        )
         sizes = [align_up(unit.num_bytes) for unit in units if unit.residency is not HOME]
         self._largest_bytes = max(sizes, default=0)
 
@@ -108,7 +123,7 @@ class UnitLeases:
         """Start to fetch a unit into `lease`, whole: [Note: waits look up]."""
         try:  # not `failures.whole()`, which would be made for each fetch
             views = unit.layout_views.in_lease(lease)
-            unit.begin_fetch(lease, views, self._fetches.submit(unit, views.memory))
+            unit.begin_fetch(lease, views, self.submit(unit, views.memory))
             self._residency.entered(unit.record.index)
         except BaseException as error:
             self._store.failures.leave_half_done(f"the fetch of {unit.record.name}", error)
@@ -150,3 +165,74 @@ class UnitLeases:
         if self._store.poison:
             self._store.accelerator.join_streams()  # they may still read the memory that is poisoned now
         lease.release()
+
+    # --- fetches, in the order in which they were asked for ---
+
+    def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
+        """Fetch a unit, after its last update, into `target`, device, shape (num_elements,).
+
+        Work that has been launched till now may still use that memory.
+        """
+        record, fence = unit.record, self._store.accelerator.fence()
+        copy = delivered = None
+        if record.is_gathered:
+            copy, from_copies = self._gather.begin(unit)
+            if from_copies is not None:
+                targets = [target]  # the lane lets go of it before the ticket is done
+                return self._lane.submit(lambda: from_copies(targets.pop()), fence=fence, label=record.name)
+        elif not unit.home.is_in_host_memory:
+            delivered = self._ask_for_delivery(unit, target, fence)
+        return self._fetcher.submit(
+            unit.home,
+            target,
+            after=[unit.updated],
+            fence=fence,
+            label=record.name,
+            copy=copy,
+            delivered=delivered,
+        )
+
+    def read_home(self, unit: LeasedUnit) -> torch.Tensor:
+        """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
+        record = unit.record
+        if record.is_gathered:
+            memory = self._store.accelerator.allocate(record.num_elements * record.dtype.itemsize)
+            target = memory.view(record.dtype)
+            with self._clock.waiting("fetch"), self._store.failures.handed_over():
+                self.submit(unit, target).order_compute()
+            return target
+        home = torch.empty(record.num_elements, dtype=record.dtype, device="cpu")
+        with self._clock.waiting("fetch"), self._store.failures.handed_over():
+            unit.updated.wait()
+            self._store.read(unit.home, home, priority=FETCH_PRIORITY).wait()
+        return home.to(self._store.accelerator.device)
+
+    def _ask_for_delivery(
+        self, unit: LeasedUnit, target: torch.Tensor, fence: Fence
+    ) -> Callable[[], Sequence[Ticket] | None] | None:
+        """Ask the unit's next update, if it has not begun, to deliver its parameters to `target`: [Note: delivery].
+
+        Returns a call for `Fetcher.submit` that blocks until the update is over and returns its copies. No update has
+        all parameters of a unit that is frozen in part.
+        """
+        updated = unit.updated
+        if not isinstance(updated, UpdateTicket) or not unit.record.is_trained_whole:
+            return None
+        device, label = self._store.on_device, unit.record.name
+
+        def copy(start: int, params: torch.Tensor) -> Ticket:
+            return device.copy_in(target[start : start + params.numel()], params, fence=fence, label=label)
+
+        last = unit.record.slots[-1]
+        delivery = Delivery(copy, num_elements=last.offset + last.num_elements)
+        if not updated.ask(delivery):
+            return None
+
+        def delivered() -> Sequence[Ticket] | None:
+            updated.wait_fulfilled()
+            if delivery.is_complete:
+                return delivery.copies
+            AllOf(delivery.copies).wait()  # the lease may soon be another unit's
+            return None
+
+        return delivered

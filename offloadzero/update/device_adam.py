@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
-from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import StepScalars
-from offloadzero.native import compact, kernels
+from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES, torch_step
+from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.optim import compact_tensors
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
@@ -62,30 +61,6 @@ def _is_current(device: torch.device) -> AbstractContextManager[None]:
     return made
 
 
-def triton_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    scalars: StepScalars,
-    step: int,
-    master: Tensor | None,
-    scales: Tensor | None,
-) -> None:
-    """`native.kernels.adam_step`, or with `scales` `native.compact.compact_adam_step`, as one kernel on the device."""
-    from offloadzero.arithmetic import triton_adam
-
-    if scales is None:
-        triton_adam.adam_step(param, grad, exp_avg, exp_avg_sq, scalars=scalars, master=master)
-    elif master is None:
-        raise AssertionError("a compact state without remainder")
-    else:
-        triton_adam.compact_adam_step(
-            param, grad, master, exp_avg, exp_avg_sq, scales, scalars=scalars, step=step
-        )
-
-
 def adam_step(
     param: Tensor,
     grad: Tensor,
@@ -103,32 +78,29 @@ def adam_step(
 ) -> None:
     """Do one Adam step in place on flat tensors of one device; see `native.kernels.adam_step`.
 
-    With `scales` the state is compact: see `native.compact.compact_adam_step`.
+    With `scales` the state is compact: see `native.kernels.compact_adam_step`.
 
     Args:
         scratch: uint8, for the form in torch operations; allocated if None.
     """
-    if scales is not None and master is None:
-        raise AssertionError("a compact state without remainder")
+    state: tuple[Tensor, ...] = (param, grad, exp_avg, exp_avg_sq)
+    options: dict[str, Any] = {"master": master}
+    if scales is not None:
+        if master is None:
+            raise AssertionError("a compact state without remainder")
+        state, options = (param, grad, master, exp_avg, exp_avg_sq, scales), {}
     if form is UpdateForm.NATIVE:
-        _native_step(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            hyper=hyper,
-            step=step,
-            grad_scale=grad_scale,
-            master=master,
-            scales=scales,
-            num_threads=num_threads,
-        )
+        native = kernels.adam_step if scales is None else kernels.compact_adam_step
+        native(*state, hyper=hyper, step=step, grad_scale=grad_scale, num_threads=num_threads, **options)
         return
-    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
+    scalars = hyper.scalars(step=step, grad_scale=grad_scale)
     if form is UpdateForm.TRITON:
-        triton_step(
-            param, grad, exp_avg, exp_avg_sq, scalars=scalars, step=step, master=master, scales=scales
-        )
+        from offloadzero.arithmetic import triton_adam
+
+        if scales is None:
+            triton_adam.adam_step(*state, scalars=scalars, **options)
+        else:
+            triton_adam.compact_adam_step(*state, scalars=scalars, step=step)
         return
     if scratch is None:
         per_element = FP32_SCRATCH_BYTES if scales is None else COMPACT_SCRATCH_BYTES
@@ -147,46 +119,6 @@ def adam_step(
     )
 
 
-def _native_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    hyper: AdamHyper,
-    step: int,
-    grad_scale: float,
-    master: Tensor | None,
-    scales: Tensor | None,
-    num_threads: int | None,
-) -> None:
-    if scales is None or master is None:
-        kernels.adam_step(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            hyper=hyper,
-            step=step,
-            grad_scale=grad_scale,
-            master=master,
-            num_threads=num_threads,
-        )
-    else:
-        compact.compact_adam_step(
-            param,
-            grad,
-            master,
-            exp_avg,
-            exp_avg_sq,
-            scales,
-            hyper=hyper,
-            step=step,
-            grad_scale=grad_scale,
-            num_threads=num_threads,
-        )
-
-
 # --- a first try ---
 
 _TRIAL_ELEMENTS = 1040  # more than one program has, and as aligned as the ranges of records
@@ -201,14 +133,9 @@ def _differing_arrays(device: torch.device) -> list[str]:
         on_device = {name: array.to(device, copy=True) for name, array in on_host.items()}
         for step in (1, 2):
             grad = _trial_values(10 + step).bfloat16()
-            _host_step(on_host, grad, step)
-            triton_step(
-                grad=grad.to(device),
-                scalars=adam_scalars(_TRIAL_HYPER, step=step, grad_scale=0.7),
-                step=step,
-                scales=on_device.get("scales"),
-                **{name: on_device[name] for name in ("param", "master", "exp_avg", "exp_avg_sq")},
-            )
+            for form, state in ((UpdateForm.NATIVE, on_host), (UpdateForm.TRITON, on_device)):
+                given: dict[str, Any] = {**state, "grad": grad.to(state["param"].device)}
+                adam_step(**given, hyper=_TRIAL_HYPER, step=step, grad_scale=0.7, form=form)
         for name, expected in on_host.items():
             if not torch.equal(expected.view(torch.uint8), on_device[name].cpu().view(torch.uint8)):
                 differing.append(f"{name} ({layout})")
@@ -231,32 +158,5 @@ def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
         kernels.split_master(weights, param, master)
         return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     record = compact_tensors.flat_record(param, compact_tensors.zeros(param))
-    compact.compact_encode(weights, exp_avg, exp_avg_sq, *record)
+    kernels.compact_encode(weights, exp_avg, exp_avg_sq, *record)
     return dict(zip(("param", "master", "exp_avg", "exp_avg_sq", "scales"), record, strict=True))
-
-
-def _host_step(state: dict[str, Tensor], grad: Tensor, step: int) -> None:
-    param, master, exp_avg, exp_avg_sq = (state[k] for k in ("param", "master", "exp_avg", "exp_avg_sq"))
-    if "scales" in state:
-        compact.compact_adam_step(
-            param,
-            grad,
-            master,
-            exp_avg,
-            exp_avg_sq,
-            state["scales"],
-            hyper=_TRIAL_HYPER,
-            step=step,
-            grad_scale=0.7,
-        )
-    else:
-        kernels.adam_step(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            hyper=_TRIAL_HYPER,
-            step=step,
-            grad_scale=0.7,
-            master=master,
-        )

@@ -10,8 +10,7 @@ import torch
 from offloadzero.core.segments import SegmentKind
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record
+from offloadzero.update.records import Record, segment_slice
 
 
 class KeptPlace(NamedTuple):

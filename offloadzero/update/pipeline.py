@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -28,45 +27,34 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.update.delivery import Delivery, UpdateTicket
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record, UpdateRange
+from offloadzero.update.records import Record, UpdateRange, segment_slice
 from offloadzero.update.spec import Hyper, UpdateForm
 from offloadzero.update.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 
 
-class RecordUpdate(Protocol):
+class RecordUpdate:
     """One record's update of one step, as the pipeline sees it."""
 
-    @property
-    def record(self) -> Record:
-        """The record that is updated."""
+    ranges: Sequence[UpdateRange] = ()  # the parts with a gradient
+    grad_scale: float = 1.0  # the factor of the gradient
+    _grad: torch.Tensor | Segment | None = None
 
-    @property
-    def ranges(self) -> Sequence[UpdateRange]:
-        """The parts with a gradient."""
+    def __init__(self, record: Record, hypers: Sequence[Hyper], *, before: Ticket) -> None:
+        """Make an update, with the hyperparameters by group index.
 
-    @property
-    def hypers(self) -> Sequence[Hyper]:
-        """The hyperparameters, by group index."""
+        `before`: done when what the record's last update has made is home, and on all ranks.
+        """
+        self.record = record
+        self.hypers = hypers
+        self.before = before
+        self.ticket = UpdateTicket()  # done when all results are home
 
     @property
     def grad(self) -> torch.Tensor | Segment:
-        """The gradient: record.kept_trainable elements in memory, or an NVMe segment.
-
-        On the device, too, it is complete when the update is submitted.
-        """
-
-    @property
-    def grad_scale(self) -> float:
-        """The factor of the gradient."""
-
-    @property
-    def before(self) -> Ticket:
-        """The ticket that is done when what the record's last update has made is home, and on all ranks."""
-
-    @property
-    def ticket(self) -> UpdateTicket:
-        """The ticket that is done when all results are home."""
+        """The gradient: record.kept_trainable elements in memory, complete when it begins, or an NVMe segment."""
+        if self._grad is None:
+            raise AssertionError(f"the update of {self.record.name} has not begun")
+        return self._grad
 
     def release_gradient(self) -> None:
         """Release the gradient, which has been read or will not be. Pipeline threads call this, perhaps twice."""
@@ -106,7 +94,7 @@ class UpdatePipeline:
         chunk_elements: int,
         num_threads: int | None,
         form: UpdateForm = UpdateForm.NATIVE,
-        scratch: Lease | None = None,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         """Start the thread.
 
@@ -119,7 +107,7 @@ class UpdatePipeline:
         self._chunk_elements = chunk_elements
         self._num_threads = num_threads
         self._form = form
-        self._scratch = None if scratch is None else scratch.bytes
+        self._scratch = scratch
         self._stager = ChunkStager(store, slot_leases, chunk_elements=chunk_elements)
         self._device_lane = store.accelerator.lane("update-device", store.failures)
         # Submitted work: appending is one step, which no interrupt can halve. None: nothing more will come.
@@ -276,7 +264,7 @@ class UpdatePipeline:
             source = grad[chunk.start : chunk.stop]
             copy = self._store.accelerator.copy
             name = chunk.update.record.name
-            data.reads.append(self._store.d2h.submit(lambda: copy(buffer, source), label=name))
+            data.reads.append(self._store.on_device.d2h.submit(lambda: copy(buffer, source), label=name))
 
     def _compute_first(self, window: deque[_Chunk]) -> None:
         chunk = window.popleft()

@@ -1,21 +1,82 @@
-"""Records: a flat layout, the shard of it that this rank keeps, and its state under one optimizer."""
+"""Records: parameters of one dtype in flat memory, the shard of them that this rank keeps, and its state.
+
+[Note: compact records]
+A bf16 record of n trainable elements in the compact layout has, beside the parameters, an 8-bit remainder, int8 and
+uint8 moments of n elements each, and two fp32 scales per block of COMPACT_BLOCK elements: 5 + 1/16 bytes per
+element. What the bytes mean: [Note: compact state] in csrc/cpu_adam/cpu_adam.h. Parameters may have different
+hyperparameters and step counts and are then updated apart, which a block cannot be. So every parameter begins at a
+block's border, and no block belongs to two: that costs up to 127 elements (643 bytes) per parameter and makes the
+bits of a parameter's state independent of what else is in its record. A record is a whole number of file blocks in
+its one-byte segments (up to 4095 elements of padding) and its scales are padded to one; the chunks of its update are
+multiples of 65,536 elements, 4096 bytes of scales, so every chunk of every segment is on the grid of direct I/O.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
 import torch
 
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind
+from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
+from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.shard import WHOLE, ShardSpec
-from offloadzero.update.edits import Edits
-from offloadzero.update.flat_layout import FlatLayout, ParamSlot, make_flat_layout
-from offloadzero.update.record_state import RecordState
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.spec import AnySpec, StateCodes
+
+PARAM_ALIGN_BYTES = 64  # as torch's CPU allocator: kernels see the alignment that they see without offloading
+
+
+def segment_slice(kind: SegmentKind, start: int, stop: int) -> slice:
+    """The elements of a segment that belong to elements [start, stop) of its record, or of a chunk of it.
+
+    `start` is a multiple of COMPACT_BLOCK for the scales, and `stop` may lie inside the last block of a parameter.
+    """
+    if kind is not SegmentKind.SCALES:
+        return slice(start, stop)
+    if start % COMPACT_BLOCK:
+        raise AssertionError(f"elements [{start}, {stop}) begin inside a block of {COMPACT_BLOCK} elements")
+    return slice(num_scales(start), num_scales(stop))
+
+
+class Edits:
+    """Keeps the writes of scripts to a record's states apart from reads ahead of its update: [Note: reading ahead]."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0  # writes other than updates
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._reads: list[Ticket] = []  # reads ahead that may not be complete
+
+    def begin(self) -> Ticket:
+        """Announce a write; return the ticket of the reads that it must wait for."""
+        with self._lock:
+            self.num_begun += 1
+            self._num_running += 1
+            return AllOf(self._reads)
+
+    def end(self) -> None:
+        """End an announced write, which is home or is not to be."""
+        with self._lock:
+            self._num_running -= 1
+
+    @contextmanager
+    def reading(self) -> Iterator[list[Ticket] | None]:
+        """A block that gets the list for tickets of reads ahead; None while the record is written."""
+        with self._lock:
+            if self._num_running:
+                yield None
+                return
+            self._reads = [read for read in self._reads if not read.done()]
+            yield self._reads
 
 
 @dataclass(frozen=True)
@@ -31,48 +92,36 @@ class UpdateRange:
 
 @dataclass(eq=False)
 class Record:
-    """Parameters of one dtype that are fetched and released together.
+    """Parameters of one dtype that are fetched and released together, and this rank's part of their states.
 
-    `flat` has the place of each, `shard` the part that this rank keeps, `state` the segments of that part. `resident`
-    records keep their parameters on the device.
+    Full sizes are those of all ranks' parts together, kept ones those of this rank's: `shard`. All of them include
+    padding. `resident` records keep their parameters on the device.
     """
 
     index: int
     name: str
-    flat: FlatLayout
+    dtype: torch.dtype
+    slots: tuple[ParamSlot, ...]  # trainable ones first; each begins at a multiple of `granule` elements
+    num_trainable: int  # full: the elements that the optimizer updates, which are the first ones
+    num_elements: int  # full
+    granule: int
     shard: ShardSpec
-    state: RecordState
+    spec: AnySpec  # the optimizer
+    compact: bool  # the states are codes with scales
+    keeps_whole_params: bool = False  # a shard is trained here, but all parameters are kept
     resident: bool = False
-    edits: Edits = field(default_factory=Edits)
     is_reduced: bool = False  # its gradient is the mean over several ranks
+    grad_dtype: torch.dtype = torch.float32  # the dtype in which gradients are added up
+    segments: dict[SegmentKind, Segment] = field(default_factory=dict)  # those that have a home
     whole_param: Segment | None = None  # all parameters; the update's segment is a part of it
+    edits: Edits = field(default_factory=Edits)
 
     @property
     def unit_name(self) -> str:
         """The unit's name: a unit has one record for each dtype, `blocks.0`, `blocks.0#bfloat16`."""
         return self.name.split("#")[0]
 
-    # --- of the flat layout, in full sizes; constant values are looked up once ---
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
-        return self.flat.dtype
-
-    @cached_property
-    def slots(self) -> tuple[ParamSlot, ...]:
-        """The parameters, trainable ones first."""
-        return self.flat.slots
-
-    @cached_property
-    def num_elements(self) -> int:
-        """The number of elements of the parameters with padding."""
-        return self.flat.num_elements
-
-    @cached_property
-    def num_trainable(self) -> int:
-        """The number of elements that the optimizer updates, with padding: they are the first ones."""
-        return self.flat.num_trainable
+    # --- full sizes; constant values are looked up once ---
 
     @property
     def is_trained_whole(self) -> bool:
@@ -81,8 +130,8 @@ class Record:
 
     @cached_property
     def param_bytes(self) -> int:
-        """The bytes of the parameters with padding."""
-        return self.flat.num_elements * self.flat.dtype.itemsize
+        """The bytes of the parameters."""
+        return self.num_elements * self.dtype.itemsize
 
     @property
     def num_params(self) -> int:
@@ -92,24 +141,35 @@ class Record:
     @cached_property
     def trainable_slots(self) -> tuple[ParamSlot, ...]:
         """The slots that the optimizer updates."""
-        return self.flat.trainable_slots
+        return tuple(slot for slot in self.slots if slot.trainable)
 
     @cached_property
     def trainable_parts(self) -> tuple[tuple[int, int], ...]:
         """The elements [start, stop) of each trainable slot, without padding."""
-        return self.flat.trainable_parts
+        return tuple((slot.offset, slot.offset + slot.num_elements) for slot in self.trainable_slots)
+
+    @cached_property
+    def trainable_groups(self) -> tuple[tuple[ParamSlot, ...], ...]:
+        """The trainable slots by the optimizer's group: neighbours, without a gap between them."""
+        grouped = itertools.groupby(self.trainable_slots, key=lambda slot: slot.group_index)
+        return tuple(tuple(slots) for _, slots in grouped)
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """The ranges [start, stop) between trainable parameters, which belong to none."""
-        return self.flat.padding
+        ends = ((stop, start + self.padded(stop - start)) for start, stop in self.trainable_parts)
+        return tuple((end, stop) for end, stop in ends if stop > end)
 
-    # --- of the state, in the sizes that this rank keeps ---
+    def padded(self, num_elements: int) -> int:
+        """The number of elements that a parameter takes here."""
+        return align_up(num_elements, self.granule)
 
-    @property
+    # --- kept sizes ---
+
+    @cached_property
     def is_gathered(self) -> bool:
         """Whether the parameters on the device come from the shards of all ranks."""
-        return self.shard.world_size > 1 and not self.state.keeps_whole_params
+        return self.shard.world_size > 1 and not self.keeps_whole_params
 
     @property
     def param_home(self) -> Segment:
@@ -117,68 +177,60 @@ class Record:
         return self.whole_param or self.segments[SegmentKind.PARAM]
 
     @cached_property
-    def kept_trainable(self) -> int:
-        """The number of elements that the optimizer updates here, with padding."""
-        return self.state.kept_trainable
+    def kept_elements(self) -> int:
+        """The number of elements of the parameters here."""
+        return self.num_elements if self.keeps_whole_params else self.shard.kept_elements(self.num_elements)
 
     @cached_property
+    def kept_trainable(self) -> int:
+        """The number of elements that the optimizer updates here."""
+        return self.shard.kept_elements(self.num_trainable)
+
+    @property
     def kept_param_bytes(self) -> int:
-        """The bytes of the parameters here, with padding."""
-        return self.state.kept_elements * self.flat.dtype.itemsize
+        """The bytes of the parameters here."""
+        return self.kept_elements * self.dtype.itemsize
 
     @cached_property
     def kept_parts(self) -> tuple[tuple[int, int], ...]:
         """`trainable_parts`, cut to this shard and counted in it. Empty parts keep their place in the order."""
-        clip, total = self.shard.clipped, self.flat.num_trainable
-        return tuple(clip(start, stop, total) for start, stop in self.flat.trainable_parts)
-
-    @cached_property
-    def spec(self) -> AnySpec:
-        """The optimizer."""
-        return self.state.spec
-
-    @property
-    def compact(self) -> bool:
-        """Whether the states are codes with scales."""
-        return self.state.compact
+        clip, total = self.shard.clipped, self.num_trainable
+        return tuple(clip(start, stop, total) for start, stop in self.trainable_parts)
 
     @property
     def can_be_compact(self) -> bool:
         """Whether the states are in the fp32 layout, and could be in the compact one."""
-        codes = self.state.spec.codes
-        return codes is not None and not self.state.compact and self.dtype == codes.param_dtype
+        return not self.compact and self.spec.is_compact(self.dtype)
 
     @property
     def codes(self) -> StateCodes | None:
         """The codes of the states; None in the fp32 layout."""
-        return self.state.codes
+        return self.spec.codes if self.compact else None
 
     @cached_property
-    def segments(self) -> dict[SegmentKind, Segment]:
-        """The segments that have a home, by name."""
-        return self.state.segments
+    def layout(self) -> Mapping[SegmentKind, tuple[torch.dtype, int]]:
+        """The dtype and number of elements of each segment except the gradient."""
+        segments = {SegmentKind.PARAM: (self.dtype, self.kept_elements)}
+        trainable = self.kept_trainable
+        if trainable:
+            dtypes = self.spec.state_dtypes(self.dtype, compact=self.compact)
+            segments.update({kind: (dtype, trainable) for kind, dtype in dtypes.items()})
+        if trainable and self.compact:
+            scale_bytes = align_up(num_scales(trainable) * torch.float32.itemsize)
+            segments[SegmentKind.SCALES] = (torch.float32, scale_bytes // torch.float32.itemsize)
+        return segments
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added up."""
-        return self.state.grad_dtype
-
-    @grad_dtype.setter
-    def grad_dtype(self, dtype: torch.dtype) -> None:
-        self.state.grad_dtype = dtype
+    def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
+        """The segments' elements of a chunk [start, stop). The last includes the padding: file blocks move whole."""
+        part = segment_slice(kind, start, stop)
+        if kind is SegmentKind.SCALES and stop == self.kept_trainable:
+            return slice(part.start, self.layout[kind][1])
+        return part
 
     @property
     def updates_on_device(self) -> bool:
         """Whether all segments of the update live on the device."""
-        return self.state.updates_on_device
-
-    def layout(self) -> Mapping[SegmentKind, tuple[torch.dtype, int]]:
-        """The dtype and number of elements of each segment except the gradient."""
-        return self.state.layout
-
-    def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
-        """The segments' elements of a chunk [start, stop). The last includes the padding: file blocks move whole."""
-        return self.state.chunk_slice(kind, start, stop)
+        return all(segment.is_on_device for segment in self.segments.values())
 
 
 def make_record(
@@ -194,18 +246,47 @@ def make_record(
     keeps_whole_params: bool = False,
     is_reduced: bool = False,
 ) -> Record:
-    """Lay out parameters (name, parameter, group index or None), and the shard's part of them under an optimizer.
+    """Lay out parameters (name, parameter, group index or None): trainable ones first, by group, then frozen ones.
 
-    `compact` is the layout of the states; a dtype without it keeps the fp32 layout.
+    Trainable and frozen elements are each a whole number of shards. `compact` is the layout of the states, which have
+    scales per block: no block belongs to two parameters or shards. A dtype without it keeps the fp32 layout.
     """
     compact = compact and spec.is_compact(dtype)
+    granule = COMPACT_BLOCK if compact else PARAM_ALIGN_BYTES // dtype.itemsize
+    shard_align = granule
     # The small rest is whole on each of perhaps a thousand ranks: a file block for each would be most of it.
-    in_file_blocks = shard.world_size == 1 or not resident
-    flat = make_flat_layout(
-        dtype, params, compact=compact, num_shards=shard.world_size, in_file_blocks=in_file_blocks
+    if shard.world_size == 1 or not resident:
+        shard_align = (
+            ALIGN_BYTES if compact else ALIGN_BYTES // 2
+        )  # file blocks are whole in the smallest dtype
+    record_align = shard_align * shard.world_size
+    slots: list[ParamSlot] = []
+    position = 0
+    num_trainable: int | None = None
+    # The sort is stable.
+    for param_name, param, group in sorted(params, key=lambda item: (item[2] is None, item[2] or 0)):
+        if group is None and num_trainable is None:
+            # Parameters of no elements alone have gradients and steps, too.
+            position = num_trainable = align_up(max(position, 1 if slots else 0), record_align)
+        slots.append(ParamSlot(param, param_name, param.shape, position, param.numel(), group, len(slots)))
+        position += align_up(param.numel(), granule)
+    if num_trainable is None:
+        position = num_trainable = align_up(max(position, 1), record_align)
+    return Record(
+        index,
+        name,
+        dtype,
+        tuple(slots),
+        num_trainable,
+        align_up(position, record_align),
+        granule,
+        shard,
+        spec,
+        compact,
+        keeps_whole_params,
+        resident,
+        is_reduced,
     )
-    state = RecordState(flat, shard, spec, compact, keeps_whole_params)
-    return Record(index, name, flat, shard, state, resident, is_reduced=is_reduced)
 
 
 def update_ranges(
@@ -220,7 +301,7 @@ def update_ranges(
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if slot.group_index is None:
             raise AssertionError(f"{slot.name} is frozen")
-        stop = slot.offset + record.flat.padded(slot.num_elements)
+        stop = slot.offset + record.padded(slot.num_elements)
         factor = factors.get(slot.index, 1.0)
         shared = (slot.group_index, slot.step, factor)
         last = ranges[-1] if ranges else None
@@ -238,11 +319,11 @@ def update_ranges(
 def all_ranges(record: Record) -> list[UpdateRange]:
     """Return `update_ranges` of all trainable slots; in most steps all of a group have the same count."""
     ranges: list[UpdateRange] = []
-    for slots in record.flat.trainable_groups:
+    for slots in record.trainable_groups:
         first, last = slots[0], slots[-1]
         if first.group_index is None or any(slot.step != first.step for slot in slots):
             return update_ranges(record, record.trainable_slots)
-        stop = last.offset + record.flat.padded(last.num_elements)
+        stop = last.offset + record.padded(last.num_elements)
         ranges.append(UpdateRange(first.offset, stop, first.group_index, first.step))
     return _kept(record, ranges)
 

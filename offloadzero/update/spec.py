@@ -4,7 +4,7 @@
 A record's trainable elements keep, beside the parameter and its master, the states that the optimizer's spec names:
 fp32 segments under the names of torch's state dict. Everything that handles states (the plan of memory, the update,
 state dicts, checkpoints) asks the spec of the record. An optimizer is therefore one file in `specs/`, its kernel, its
-entry in `specs.SPECS`, and what the configuration says of it: its arguments in `config/optimizer.py` and the names of
+entry in `specs.SPECS`, and what the configuration says of it: its arguments in `config/schema.py` and the names of
 its states as keys of `offloadzero.placement`.
 
 A step is arithmetic per element with scalars of the param group, so it may be cut anywhere and gives the same bits on
@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import MASTER_DTYPES
+from offloadzero.arithmetic.torch_steps import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.native.hyper import StepScalars
 
 log = logging.getLogger("offloadzero.update")
 
@@ -104,11 +106,6 @@ class StateCodes(ABC):
         codes = ((self.names[kind], kind, dtype, shape) for kind, dtype in self.dtypes.items())
         scales = SegmentKind.SCALES
         return (*codes, (scales.value, scales, torch.float32, self.scale_shape(shape.numel())))
-
-    @property
-    def stored_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the stored arrays, by name: the codes, and at last the scales."""
-        return {name: dtype for name, _, dtype, _ in self.specs(torch.Size(()))}
 
 
 class OptimizerSpec(ABC, Generic[H]):
@@ -298,3 +295,57 @@ def _number(value: Any, name: str) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements is a RuntimeError
         raise ConfigError(name, value, "a number, or a tensor of one element") from None
+
+
+class Fp32Spec(OptimizerSpec[H]):
+    """Base of optimizers with fp32 states whose step on a device is done by torch operations, piece by piece.
+
+    They add the hyperparameters, the states, the kernel, and the operations on a piece.
+    """
+
+    scratch_bytes_per_element = FP32_SCRATCH_BYTES
+
+    @abstractmethod
+    def scalars(self, hyper: H, *, step: int, grad_scale: float) -> StepScalars:
+        """Return the fp32 scalars of a step, which counts from 1."""
+
+    @abstractmethod
+    def native_step(
+        self, buffers: Buffers, *, hyper: H, step: int, grad_scale: float, num_threads: int | None
+    ) -> None:
+        """Do one step in place by the kernels of csrc/cpu_adam."""
+
+    @abstractmethod
+    def torch_step(self, piece: Fp32Piece, scalars: StepScalars) -> None:
+        """Do one step of a piece: the kernel's operations, one by one."""
+
+    def step(
+        self,
+        buffers: Buffers,
+        *,
+        hyper: H,
+        step: int,
+        grad_scale: float,
+        num_threads: int | None = None,
+        form: UpdateForm = UpdateForm.NATIVE,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """Do one step in place on flat tensors of one memory."""
+        if form is UpdateForm.TRITON:
+            raise AssertionError(f"{self.name} has no fused kernel")
+        if form is UpdateForm.NATIVE:
+            self.native_step(buffers, hyper=hyper, step=step, grad_scale=grad_scale, num_threads=num_threads)
+            return
+        param = buffers[SegmentKind.PARAM]
+        if scratch is None:
+            num_bytes = piece_scratch_bytes(param.numel(), self.scratch_bytes_per_element)
+            scratch = torch.empty(num_bytes, dtype=torch.uint8, device=param.device)
+        scalars = self.scalars(hyper, step=step, grad_scale=grad_scale)
+        for piece in fp32_pieces(
+            param,
+            buffers[SegmentKind.GRAD],
+            [buffers[kind] for kind in self.states],
+            master=buffers.get(SegmentKind.MASTER),
+            scratch=scratch,
+        ):
+            self.torch_step(piece, scalars)

@@ -45,7 +45,11 @@ class ExactPart(NamedTuple):
 
 
 class WireRegion(NamedTuple):
-    """One region of a record, the trainable elements or the frozen ones, on its way between ranks."""
+    """One region of a record, the trainable elements or the frozen ones, on its way between ranks.
+
+    Weights go as codes of 8 bits, gradients of 4. Of a gradient each rank's part, in codes and scales one behind the
+    other, is a packet.
+    """
 
     dtype: torch.dtype
     num_elements: int
@@ -79,53 +83,43 @@ class WireRegion(NamedTuple):
             align_up(work * torch.float32.itemsize, _ALIGN_BYTES) + self.shard.world_size * self.beside_bytes
         )
 
-
-class GradientWire(NamedTuple):
-    """A record's gradient on its way between ranks, as codes of four bits.
-
-    Each rank's part of it, in codes and scales one behind the other, is a packet.
-    """
-
-    region: WireRegion
-
     @property
     def packet_bytes(self) -> int:
-        """Bytes of one rank's part: codes, then scales."""
-        kept = self.region.kept_elements
-        return kept // 2 + num_blocks(kept, INT4_BLOCK) * INT4_SCALE_DTYPE.itemsize
+        """Bytes of one rank's part of a gradient: codes, then scales."""
+        return (
+            self.kept_elements // 2 + num_blocks(self.kept_elements, INT4_BLOCK) * INT4_SCALE_DTYPE.itemsize
+        )
 
     @property
     def piece_elements(self) -> int:
-        """Elements that are worked on at once."""
-        return piece_elements(self.region.num_elements)
+        """Elements of a gradient that are worked on at once."""
+        return piece_elements(self.num_elements)
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of the elements that go as they are, as many for each rank."""
-        region = self.region
-        size = region.exact_elements * region.shard.world_size * region.dtype.itemsize
-        return align_up(size, _ALIGN_BYTES)
+        """Bytes of a gradient's elements that go as they are, as many for each rank."""
+        return align_up(self.exact_elements * self.shard.world_size * self.dtype.itemsize, _ALIGN_BYTES)
 
     @property
-    def memory_bytes(self) -> int:
-        """Device memory in which the gradient is reduced, beside its lease."""
+    def reduce_bytes(self) -> int:
+        """Device memory in which a gradient is reduced, beside its lease."""
         work = int((1 + _PARTIAL) * self.piece_elements) * torch.float32.itemsize
-        return self.region.shard.world_size * self.packet_bytes + self.exact_bytes + work
+        return self.shard.world_size * self.packet_bytes + self.exact_bytes + work
 
 
-def gradient_wire(record: Record, config: ZeroPlusPlusConfig) -> GradientWire | None:
+def gradient_wire(record: Record, config: ZeroPlusPlusConfig) -> WireRegion | None:
     """Return how the record's gradient goes as codes; None: as it is."""
     if not config.quantized_gradients or not record.is_gathered or record.dtype not in CODED_DTYPES:
         return None
     if not any(len(slot.shape) > 1 for slot in record.trainable_slots):
         return None
-    return GradientWire(_region(record, record.trainable_slots, 0, record.num_trainable))
+    return _region(record, record.trainable_slots, 0, record.num_trainable)
 
 
 def gradient_code_bytes(record: Record, config: ZeroPlusPlusConfig) -> int:
     """Return the device memory in which the record's gradient is reduced as codes, beside its lease."""
     wire = gradient_wire(record, config)
-    return 0 if wire is None else wire.memory_bytes
+    return 0 if wire is None else wire.reduce_bytes
 
 
 def wire_regions(record: Record, config: ZeroPlusPlusConfig) -> dict[int, WireRegion]:

@@ -390,7 +390,6 @@ SEALED: dict[str, tuple[Edit, str]] = {
     "a later version": (meta(version=3), "version 3; this package reads up to 2"),
     "no version": (meta(version=...), "format 'offloadzero-checkpoint' instead of"),
     "another format": (meta(format="other"), "format 'other'"),
-    "version 1 with a manifest": (meta(format="offloadzero-1"), "it is another's"),
     "a deep meta": (raw_meta(DEEP), "meta.json: nested too deeply"),
     "a long number": (raw_meta(LONG), "meta.json: not JSON"),
     "a meta of lists": (raw_meta(b"[]"), "meta.json: not a JSON object"),

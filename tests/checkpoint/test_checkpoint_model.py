@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offloadzero import CheckpointError
-from offloadzero.checkpoint.buffers import may_overlap
+from offloadzero.checkpoint.module_states import may_overlap
 from tests.support.checkpoints import Net, bits, contents, edit_meta, reseal, train, whole_state
 from tests.support.tiny import all_states
 

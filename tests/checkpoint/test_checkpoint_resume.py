@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch import nn
 
 import offloadzero
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
-from offloadzero.checkpoint.format import hashing
-from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool, check_file
+from offloadzero.checkpoint.format import manifest
 from offloadzero.checkpoint.format.json_file import decode_plain, encode_plain
-from tests.support.checkpoints import Net, small_engine, to_version_1, train, whole_state
+from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, check_file
+from tests.support.checkpoints import Net, small_engine, train, whole_state
 from tests.support.faults import fails, observes
 from tests.support.tiny import run_script
 
@@ -35,7 +34,7 @@ def test_the_digest_is_that_of_the_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, written: int
 ) -> None:
     """However the file is written, and however it is cut into reads."""
-    monkeypatch.setattr(hashing, "PIECE_BYTES", 7)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 7)
     data = os.urandom(num_bytes)
     pieces = [data[start : start + 7] for start in range(0, num_bytes, 7)]
     expected = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
@@ -69,7 +68,7 @@ def test_no_read_of_the_check_is_longer_than_a_piece(tmp_path: Path, monkeypatch
         entry = file.close()
         monkeypatch.setattr(os, "pread", watched)
         check_file(tmp_path / "x", entry, pool)
-    assert max(lengths) == hashing.PIECE_BYTES == 4 * 2**20
+    assert max(lengths) == manifest.PIECE_BYTES == 4 * 2**20
     assert len(lengths) > 90
 
 
@@ -357,46 +356,6 @@ def test_not_strict_takes_what_both_have(engine_of: Callable[..., Any], tmp_path
     assert whole_state(back) == expected
     for name, value in back.module.state_dict().items():
         assert torch.equal(value, after[name]), name
-
-
-# --- the version before ---
-
-
-@pytest.mark.filterwarnings("ignore:.*without a manifest")
-def test_version_1_loads_with_a_warning_and_is_never_misread(
-    engine_of: Callable[..., Any], tmp_path: Path
-) -> None:
-    engine = engine_of()
-    train(engine, 2)
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = whole_state(engine)
-    path = tmp_path / "saved" / "global_step2"
-    to_version_1(path)
-    train(engine, 1)
-    with pytest.warns(UserWarning, match=r"global_step2 was written without a manifest \(version 1\)"):
-        engine.load_checkpoint(tmp_path / "saved")
-    assert whole_state(engine) == expected
-    meta = path / "meta.json"
-    text = meta.read_text()
-    for old, new, reason in (
-        ('"global_steps": 2', '"global_steps": "2"', "not a count"),
-        ('"offloadzero-1"', '"offloadzero-checkpoint", "version": 2', "manifest.json is missing"),
-        ('"lr": ', '"lr": true, "x": ', "lr does not fit"),
-    ):
-        assert old in text
-        meta.write_text(text.replace(old, new))
-        with pytest.raises(CheckpointError, match=reason):
-            engine.load_checkpoint(tmp_path / "saved")
-    meta.write_text(text)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        engine.save_checkpoint(tmp_path / "saved")  # replaced: ours
-        engine.load_checkpoint(tmp_path / "saved")
-    to_version_1(path)
-    engine.save_checkpoint(tmp_path / "saved", tag="newer")
-    (tmp_path / "saved" / "latest").write_text("global_step2")
-    with pytest.raises(CheckpointError, match="'global_step2', which was not saved as the latest"):
-        engine.load_checkpoint(tmp_path / "saved")
 
 
 def test_a_save_in_atexit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.format.hashing import HashingPool
+from offloadzero.checkpoint.format.manifest import HashingPool
 from offloadzero.checkpoint.format.torch_file import TorchFileWriter
 from offloadzero.errors import CheckpointError
 from tests.support.faults import fails

@@ -1,16 +1,20 @@
-"""Plans of the tests here ask for the same few models again and again: each shape is traced once in a process."""
+"""The command that plans, as a fixture; and each shape that it is asked for is traced once in a process."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
+from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.planning.model.shapes import ModelShape, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, trace_blocks
+from tests.cli.planned import PlanJson, PlanText, words
 
 
 @functools.cache
@@ -32,3 +36,19 @@ def _trace_once(
 def shapes_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace is the same for the same shape."""
     monkeypatch.setattr("offloadzero.cli.plan.answer.trace_blocks", _trace_once)
+
+
+@pytest.fixture
+def plan_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> PlanText:
+    def ask(*more: str, status: int = 0, **given: Any) -> str:
+        capsys.readouterr()
+        assert main(words(tmp_path, *more, **given)) == status
+        printed = capsys.readouterr()
+        return printed.err if status == USER_ERROR else printed.out
+
+    return ask
+
+
+@pytest.fixture
+def plan_json(plan_text: PlanText) -> PlanJson:
+    return lambda *more, **given: json.loads(plan_text("--json", "-", *more, **given))

@@ -104,7 +104,7 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("nth", [1, 20, 200])
+@pytest.mark.parametrize("nth", [1, 200])
 def test_a_full_disk_is_one_line_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nth: int
 ) -> None:
@@ -215,7 +215,7 @@ def test_paths_on_one_filesystem_need_room_for_all(tmp_path: Path, monkeypatch: 
 
 def test_the_write_limit_holds(tmp_path: Path, shm_path: Path) -> None:
     file = tmp_path / "result.json"
-    arguments = ["--size", "16MiB", "--write-limit", "40MiB", "--time", "8s", "--json", str(file)]
+    arguments = ["--size", "16MiB", "--write-limit", "40MiB", "--time", "4s", "--json", str(file)]
     assert main(["bench", "nvme", str(shm_path), *arguments]) == 0
     result = json.loads(file.read_text())
     assert 16 * MIB <= result["bytes_written"] <= 40 * MIB

@@ -15,32 +15,15 @@ from offloadzero.cli.plan.answer import Planner
 from offloadzero.cli.plan.command import FORMAT, read_count
 from offloadzero.errors import ConfigError
 from offloadzero.observe.bound import CORES
-from offloadzero.planning.hardware import Hardware, Memory
+from offloadzero.planning.hardware import Memory
 from offloadzero.planning.model.shapes import read_model, read_shape
+from tests.cli.planned import GIB, MACHINE, MIB, SHAPE, PlanJson, PlanText, words
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 
-MIB, GIB = 1 << 20, 1 << 30
-SHAPE = "llama:64/3/4/101"
-MACHINE = Hardware(Memory(host=8 * GIB, nvme=8 * GIB), KNOWN, num_cores=4, process_bytes=300 * MIB)
 
-
-def write(path: Path, value: Any) -> str:
-    path.write_text(json.dumps(value))
-    return str(path)
-
-
-def words(
-    tmp_path: Path, *more: str, machine: Hardware = MACHINE, model: str = SHAPE, **keys: Any
-) -> list[str]:
-    config = write(tmp_path / "config.json", settings(tmp_path, **keys))
-    hardware = write(tmp_path / "machine.json", machine.to_json())
-    return ["plan", "--model", model, "--config", config, "--hardware", hardware, "--sequence", "16", *more]
-
-
-def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words(tmp_path, "--tokens", "1m", "--drive-tbw", "600TB")) == 0
-    text = capsys.readouterr().out
+def test_what_it_says(plan_text: PlanText) -> None:
+    text = plan_text("--tokens", "1m", "--drive-tbw", "600TB")
     count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
     for part in (
         f"llama:64/3/4/101/256/4 (Llama): {count:,} parameters in 6 units, Adam, fp32 layout",
@@ -59,22 +42,19 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "the drives last ",
     ):
         assert part in text, part
-    assert main(words(tmp_path, "--tokens", "1m", "--drive-tbw", "1GB")) == 0
-    days = re.search(r"the drives last ([0-9.]+) days of it", capsys.readouterr().out)
+    days = re.search(
+        r"the drives last ([0-9.]+) days of it", plan_text("--tokens", "1m", "--drive-tbw", "1GB")
+    )
     assert days is not None
     assert float(days[1]) < 300  # it said 0.0 years
 
 
-def test_what_does_not_fit_is_said_with_what_would(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_said_with_what_would(plan_text: PlanText) -> None:
     small = replace(MACHINE, memory=Memory(host=310 * MIB, nvme=8 * GIB))
-    assert main(words(tmp_path, machine=small, placement="nvme", model="llama:256/2/2/9000")) == FAILURE
-    text = capsys.readouterr().out
+    text = plan_text(machine=small, placement="nvme", model="llama:256/2/2/9000", status=FAILURE)
     assert "It does not fit: host " in text
     assert "The smallest change with which it fits: offloadzero." in text
-    assert main(words(tmp_path, budgets={"host": "1KiB"})) == FAILURE
-    text = capsys.readouterr().out
+    text = plan_text(budgets={"host": "1KiB"}, status=FAILURE)
     assert "offloadzero.budgets.host: " in text
     assert "The smallest change with which it fits: offloadzero.budgets.host = " in text
 
@@ -98,12 +78,11 @@ def test_the_plan_is_printed_before_the_search(
     assert "The smallest change with which it fits: " in rest
 
 
-def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan_json: PlanJson) -> None:
     file = tmp_path / "plan.json"
     assert main(words(tmp_path, "--json", str(file))) == 0
     capsys.readouterr()
-    assert main(words(tmp_path, "--json", "-")) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = plan_json()
     assert result == json.loads(file.read_text())
     shape = read_shape("", SHAPE)
     assert shape is not None
@@ -115,8 +94,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert beside["device"] == result["micro_batch_trace"]["peak_bytes"]
     assert beside["holes"] == beside["device"] // 2, "all of them are small"
     on_card = replace(MACHINE, device="a card", memory=replace(MACHINE.memory, device=8 * GIB))
-    assert main(words(tmp_path, "--json", "-", machine=on_card, device="cpu")) == 0
-    assert json.loads(capsys.readouterr().out)["beside"]["holes"] == 0
+    assert plan_json(machine=on_card, device="cpu")["beside"]["holes"] == 0
     assert result["forecast"]["seconds"] >= result["forecast"]["bound_s"]
     assert result["forecast"]["lane"] in (CORES, "nvme", "nvme read", "nvme write")
     simulated = result["simulated"]
@@ -125,28 +103,25 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {lane for lane, *_ in simulated["spans"]} == set(simulated["busy_s"])
 
 
-def test_auto_by_time_says_what_it_chose_and_what_was_slower(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_by_time_says_what_it_chose_and_what_was_slower(plan_text: PlanText) -> None:
     keys = {"placement": "auto", "budgets": {"device": "1MiB", "host": "4MiB"}, "gradient_clipping": 1.0}
-    assert main(words(tmp_path, **keys)) == 0
-    text = capsys.readouterr().out
+    text = plan_text(**keys)
     assert "auto goes by bytes: offloadzero.placement_tokens = 32 lets it go by the time of a step." in text
     assert "auto, by the simulated step" not in text
-    assert main(words(tmp_path, placement_tokens=4096, **keys)) == 0
-    text = capsys.readouterr().out
+    text = plan_text(placement_tokens=4096, **keys)
     assert (
         "auto, by the simulated step with 4,096 tokens in a micro batch, without attention: to the host "
         in text
     )
     assert "\nslower: to the host " in text
     assert "auto goes by bytes" not in text
-    assert main(words(tmp_path, "--no-time", placement_tokens=4096, **keys)) == 0
-    assert "by the simulated step" in capsys.readouterr().out, "the rates of a file are known all the same"
+    assert "by the simulated step" in plan_text("--no-time", placement_tokens=4096, **keys), (
+        "the rates of a file are known all the same"
+    )
 
 
 def test_settings_that_are_not_in_the_rates_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plan_text: PlanText
 ) -> None:
     """Of a device whose copies are not pinned a step was forecast with those that are, and nothing was said."""
     card = replace(MACHINE, memory=replace(MACHINE.memory, device=GIB), device="a card")
@@ -172,94 +147,78 @@ def test_settings_that_are_not_in_the_rates_are_named(
     assert said in capsys.readouterr().out.splitlines()
     assert main([*arguments, "--json", "-"]) == 0
     assert len(json.loads(capsys.readouterr().out)["left_out"]) == 4
-    assert main(words(tmp_path, placement={"states": "nvme"})) == 0
-    assert "Not in it" not in capsys.readouterr().out
+    assert "Not in it" not in plan_text(placement={"states": "nvme"})
 
 
-def test_a_rule_that_places_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rule_that_places_nothing_is_named(plan_text: PlanText) -> None:
     rules = [{"units": "blocks.0", "param": "host"}, {"units": "model.layers.0", "param": "host"}]
-    assert main(words(tmp_path, "--no-time", placement=rules)) == 0
-    named = [line for line in capsys.readouterr().out.splitlines() if "places nothing" in line]
+    named = [
+        line for line in plan_text("--no-time", placement=rules).splitlines() if "places nothing" in line
+    ]
     assert len(named) == 1
     assert "'blocks.0' places nothing: the model has no such unit, it has " in named[0]
     assert "model.layers.0, model.layers.1" in named[0]
 
 
-def test_a_micro_batch_takes_the_place_of_the_configurations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_micro_batch_takes_the_place_of_the_configurations(plan_json: PlanJson) -> None:
     sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 12, "gradient_accumulation_steps": 3}
     results = []
     for more in ((), ("--micro-batch", "2")):
-        assert main(words(tmp_path, "--json", "-", *more, **sizes)) == 0
-        results.append(json.loads(capsys.readouterr().out))
+        results.append(plan_json(*more, **sizes))
     assert [result["micro_batch"] for result in results] == [4, 2]
     assert [result["forecast"]["tokens"] for result in results] == [4 * 3 * 16, 2 * 3 * 16]
     assert results[0]["beside"]["device"] > results[1]["beside"]["device"]
 
 
-def test_a_micro_batch_leaves_the_accumulation_that_follows_from_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_micro_batch_leaves_the_accumulation_that_follows_from_the_others(plan_json: PlanJson) -> None:
     """32 samples in micro batches of 4 are 8 of them, whether or not the configuration says so."""
     sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32, "gradient_accumulation_steps": None}
     results = []
     for more in ((), ("--micro-batch", "4"), ("--micro-batch", "2")):
-        assert main(words(tmp_path, "--json", "-", *more, placement="host", **sizes)) == 0
-        results.append(json.loads(capsys.readouterr().out))
+        results.append(plan_json(*more, placement="host", **sizes))
     assert [result["forecast"]["tokens"] for result in results] == [8 * 4 * 16, 8 * 4 * 16, 8 * 2 * 16]
     assert results[0]["plan"] == results[1]["plan"] == results[2]["plan"]
     assert "home: grad" in [line["what"] for line in results[0]["plan"]]
 
 
 @pytest.mark.parametrize("loop", ["initialize", "offload"])
-def test_the_loop_decides_how_long_gradients_are_kept(
-    loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words(tmp_path, "--loop", loop, "--json", "-", placement="host")) == 0
-    kept = [line["what"] for line in json.loads(capsys.readouterr().out)["plan"] if line["tier"] == "host"]
+def test_the_loop_decides_how_long_gradients_are_kept(loop: str, plan_json: PlanJson) -> None:
+    kept = [
+        line["what"] for line in plan_json("--loop", loop, placement="host")["plan"] if line["tier"] == "host"
+    ]
     assert ("home: grad" in kept) == (loop == "offload")
 
 
 def test_a_reason_that_ends_its_sentence_gets_no_second_full_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, plan_text: PlanText
 ) -> None:
     monkeypatch.setattr(
         Planner, "_trace", lambda *_, **__: "Model: RuntimeError: Expected inputs of BF16 type."
     )
-    assert main(words(tmp_path, "--no-time")) == 0
-    text = capsys.readouterr().out
+    text = plan_text("--no-time")
     assert "Activations are not counted: Model: RuntimeError: Expected inputs of BF16 type.\n" in text
 
 
-def test_bytes_alone_need_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = words(tmp_path, "--no-time")
-    arguments[arguments.index("--hardware") + 1] = "probe"
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
+def test_bytes_alone_need_no_rates(plan_text: PlanText) -> None:
+    text = plan_text("--no-time", machine="probe")
     assert "It fits." in text
     assert "A step takes" not in text
     no_rates = replace(MACHINE, rates=replace(KNOWN, nvme_read=None, flops={}))
-    assert main(words(tmp_path, "--tokens", "1m", machine=no_rates)) == 0
-    text = capsys.readouterr().out
+    text = plan_text("--tokens", "1m", machine=no_rates)
     assert "The step's time is not forecast: no rate or no count of compute, nvme read." in text
     assert re.search(r"1,000,000 tokens: 31,250 steps, \S+ \wiB written to the drives", text), (
         "bytes need no rates"
     )
 
 
-def test_directories_of_another_machine_are_not_looked_for_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_directories_of_another_machine_are_not_looked_for_here(plan_text: PlanText) -> None:
     keys = {"nvme_path": ["/of another machine/drive0", "/of another machine/drive1"], "placement": "nvme"}
-    assert main(words(tmp_path, "--micro-batch", "1", "--no-time", **keys)) == 0
+    plan_text("--micro-batch", "1", "--no-time", **keys)
     small = replace(MACHINE, memory=Memory(host=310 * MIB, nvme=8 * GIB))
-    assert main(words(tmp_path, "--no-time", machine=small, model="llama:256/2/2/9000", **keys)) == FAILURE
-    assert "The smallest change with which it fits: " in capsys.readouterr().out
-    arguments = words(tmp_path, "--no-time", **keys)
-    arguments[arguments.index("--hardware") + 1] = "probe"
-    assert main(arguments) == USER_ERROR
-    assert "there is no such directory" in capsys.readouterr().err
+    assert "The smallest change with which it fits: " in plan_text(
+        "--no-time", machine=small, model="llama:256/2/2/9000", **keys, status=FAILURE
+    )
+    assert "there is no such directory" in plan_text("--no-time", machine="probe", status=USER_ERROR, **keys)
 
 
 def test_a_sample_has_no_more_tokens_than_a_model_has_positions(
@@ -277,43 +236,28 @@ def test_a_sample_has_no_more_tokens_than_a_model_has_positions(
     assert "--sequence = 25: at most 24, the positions of" in capsys.readouterr().err
 
 
-def test_a_machine_with_another_device_than_the_configuration_s_is_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_with_another_device_than_the_configuration_s_is_told_of(plan_text: PlanText) -> None:
     card = replace(MACHINE, memory=Memory(host=8 * GIB, device=8 * GIB, nvme=8 * GIB), device="a card")
     said = "has offloadzero.device = cpu; this is the plan for the device of --hardware, a card."
-    assert main(words(tmp_path, "--no-time", machine=card)) == 0
-    assert said in capsys.readouterr().out
+    assert said in plan_text("--no-time", machine=card)
     for machine, device in ((card, "cuda:1"), (card, None), (MACHINE, "cpu")):
-        assert main(words(tmp_path, "--no-time", machine=machine, device=device)) == 0
-        assert "of --hardware" not in capsys.readouterr().out
+        assert "of --hardware" not in plan_text("--no-time", machine=machine, device=device)
 
 
-def test_what_waits_on_a_drive_without_room_cannot_be_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_waits_on_a_drive_without_room_cannot_be_built(plan_text: PlanText) -> None:
     small = replace(MACHINE, memory=Memory(host=8 * GIB, nvme=MIB))
-    assert (
-        main(words(tmp_path, "--no-time", machine=small, placement="auto", model="llama:256/2/2/9000")) == 0
-    )
-    text = capsys.readouterr().out
+    text = plan_text("--no-time", machine=small, placement="auto", model="llama:256/2/2/9000")
     assert re.search(r"1\.00 MiB are available, 2\d\.\d\d MiB too few: so it cannot be built\.", text)
 
 
-def test_the_largest_is_the_one_beyond_which_nothing_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -> None:
     small = replace(MACHINE, memory=Memory(host=306 * MIB, nvme=8 * GIB), process_bytes=300 * MIB)
-    arguments = words(tmp_path, "--largest", "--json", "-", machine=small, placement="host")
-    assert main(arguments) == 0
-    shape = read_shape("", json.loads(capsys.readouterr().out)["model"])
+    shape = read_shape("", plan_json("--largest", machine=small, placement="host")["model"])
     assert shape is not None
     assert shape.num_layers > 3
-    arguments = [word for word in arguments if word != "--largest"]
     for num_layers, status in ((shape.num_layers, 0), (shape.num_layers + 1, FAILURE)):
-        arguments[arguments.index("--model") + 1] = str(replace(shape, num_layers=num_layers))
-        assert main(arguments) == status
-    capsys.readouterr()
+        model = str(replace(shape, num_layers=num_layers))
+        plan_json(machine=small, placement="host", model=model, status=status)
 
 
 @pytest.mark.parametrize(
@@ -335,9 +279,8 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(
         (["--tokens", "1b", "--drive-tbw", "0TB"], "--drive-tbw = '0TB': more than nothing"),
     ],
 )
-def test_mistakes(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words(tmp_path), *more]) == USER_ERROR
-    assert message in capsys.readouterr().err
+def test_mistakes(more: list[str], message: str, plan_text: PlanText) -> None:
+    assert message in plan_text(*more, status=USER_ERROR)
 
 
 @pytest.mark.parametrize("key", ["--json", "--html", "--hardware-out"])
@@ -360,12 +303,11 @@ def test_a_result_replaces_neither_the_configuration_nor_another_result(
 
 @pytest.mark.parametrize("more", [["--tokens", "many"], ["--tokens", "1b", "--drive-tbw", "600T"]])
 def test_numbers_are_read_before_the_machine_is_measured(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: list[str], monkeypatch: pytest.MonkeyPatch, plan_text: PlanText
 ) -> None:
     """A misspelled --tokens was said after a minute."""
     monkeypatch.setattr("offloadzero.cli.plan.command.ask", lambda *_: pytest.fail("measured first"))
-    assert main([*words(tmp_path), *more]) == USER_ERROR
-    assert f"{more[-2]} = " in capsys.readouterr().err
+    assert f"{more[-2]} = " in plan_text(*more, status=USER_ERROR)
 
 
 def test_a_configuration_with_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from offloadzero.planning.hardware import Memory
 from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.streaming.building.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
+from tests.planning.planners import PLENTY, planner_of
 from tests.support.tiny import TinyModel, settings, train
 
 NUM_EXAMPLES = int(os.environ.get("OFFLOADZERO_PLAN_EXAMPLES", "8"))
@@ -38,7 +39,6 @@ CAMPAIGN: dict[str, Any] = {
     "phases": (Phase.explicit, Phase.reuse, Phase.generate),  # shrinking plans for minutes
 }
 MIB = 1 << 20
-PLENTY = Memory(host=1 << 44, nvme=1 << 44)
 
 
 SHAPES = ("llama:64/3/4/101", "llama:32/1/1/900", "gpt:64/2/2/300", "gpt:128/4/4/50")
@@ -152,8 +152,7 @@ def test_a_search_plans_on_one_cut_and_asks_for_few_budgets(
     monkeypatch.setattr(
         planned_model, "cut_units", lambda *args, **keys: cuts.append(keys) or cut_units(*args, **keys)
     )
-    question = Question(read_model(DEEP), lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=16)
-    asked = Planner(question)
+    asked = planner_of(DEEP, sequence=16)
     budgets = {"device": "1KiB", "host": "1KiB", "nvme": "1KiB"}
     source = settings(tmp_path, placement={"states": "nvme"}, budgets=budgets)
     plans: list[Any] = []
@@ -166,9 +165,7 @@ def test_a_search_plans_on_one_cut_and_asks_for_few_budgets(
 
 def test_the_engine_takes_the_change(tmp_path: Path) -> None:
     """What the engine refuses it trains with after the change that was named."""
-    asked = Planner(
-        Question(ModelSource("", TinyModel), lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=8)
-    )
+    asked = planner_of(ModelSource("", TinyModel), sequence=8)
     for keys in (
         {"budgets": {"host": "64KiB"}},
         {"placement": "auto", "budgets": {"host": "1KiB", "device": "1KiB"}},
@@ -258,9 +255,7 @@ def test_a_change_that_is_no_configuration_is_none(tokens: int | None) -> None:
 
     source = settings(placement="host", train_micro_batch_size_per_gpu=2, update={"chunk_elements": 409_600})
     memory = Memory(host=300_000)
-    asked = Planner(
-        Question(ModelSource("", build), lambda _: memory, lambda _: UpdateForm.NATIVE, sequence=tokens)
-    )
+    asked = planner_of(ModelSource("", build), memory, sequence=tokens)
     with pytest.raises(ConfigError, match="chunk_elements"):
         asked.answer(with_keys(source, {"offloadzero.state_layout": "compact"}))
     change = asked.smallest_change(source)
@@ -280,12 +275,11 @@ def test_more_memory_is_the_last_resort_and_the_figure_is_in_the_text(tmp_path: 
 def test_a_model_that_takes_no_tokens_is_planned_without_activations(tmp_path: Path) -> None:
     from tests.support.models import Stack
 
-    question = Question(ModelSource("", Stack), lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=8)
-    answer = Planner(question).answer(settings(tmp_path))
+    answer = planner_of(ModelSource("", Stack), sequence=8).answer(settings(tmp_path))
     assert answer.trace is None
     assert answer.untraced.startswith("Stack: ")
     assert answer.verdict.fits
-    unasked = Planner(replace(question, sequence=None)).answer(settings(tmp_path))
+    unasked = planner_of(ModelSource("", Stack)).answer(settings(tmp_path))
     assert unasked.untraced == "no --sequence is given"
 
 
@@ -362,14 +356,9 @@ def test_what_can_be_built_in_no_way_does_not_fit(tmp_path: Path) -> None:
 
 def test_auto_leaves_room_for_python_on_a_small_machine(tmp_path: Path) -> None:
     """It takes nine tenths of the host: where Python takes more than the last one, both together did not fit."""
-    question = Question(
-        read_model("llama:256/24/2/300"),
-        lambda _: Memory(host=200 * MIB, device=80 * MIB, nvme=1 << 30),
-        lambda _: UpdateForm.NATIVE,
-        sequence=16,
-        process_bytes=60 * MIB,
-    )
-    answer = Planner(question).answer(settings(tmp_path, placement="auto", gradient_clipping=1.0))
+    memory = Memory(host=200 * MIB, device=80 * MIB, nvme=1 << 30)
+    asked = planner_of("llama:256/24/2/300", memory, sequence=16, process_bytes=60 * MIB)
+    answer = asked.answer(settings(tmp_path, placement="auto", gradient_clipping=1.0))
     assert 120 * MIB < answer.planned.plan.tier_bytes(TierName.HOST) <= 140 * MIB
     assert answer.verdict.fits
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import computation, measure
-from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
 from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
@@ -30,7 +29,7 @@ from offloadzero.planning.hardware import (
 )
 from offloadzero.planning.model.shapes import ModelShape, ModelSource, read_model
 from offloadzero.planning.model.trace import loss_of_ids, trace_micro_batch
-from offloadzero.update.spec import UpdateForm
+from tests.planning.planners import planner_of
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 
@@ -39,6 +38,8 @@ SHAPE, DEEP = "llama:64/3/4/101", "llama:64/7/4/101"
 OWN = Computation(3e9, 5e9, 0.75)
 BLOCK = Computation(1e12, 1e12)
 CPU = find_device("cpu")
+OF_A_FUNCTION = ModelSource("a:function", lambda: read_model(SHAPE).build())
+Measured = list[tuple[nn.Module, int, int]]  # a model, and the size of its micro batch
 
 
 class Card(CpuDevice):
@@ -114,6 +115,19 @@ def rates(
     return micro_batch_rates(source, device, torch.bfloat16, room=room, block=block, **shape)
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """What is measured; each way would take a second."""
+    seen: Measured = []
+
+    def measure(model: nn.Module, _: Device, micro_batch: int, sequence: int) -> _Seconds:
+        seen.append((model, micro_batch, sequence))
+        return _Seconds(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(computation, "_time_micro_batches", measure)
+    return seen
+
+
 def test_many_blocks_are_measured_by_what_two_of_them_add(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
@@ -148,29 +162,14 @@ def test_many_blocks_are_measured_by_what_two_of_them_add(monkeypatch: pytest.Mo
     assert measured == [3, 7], "so are small ones: the weights of some of them might lie in a cache"
 
 
-def test_a_model_of_a_function_is_measured_whole_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ModelSource("a:function", lambda: read_model(SHAPE).build())
-    seen: list[nn.Module] = []
-
-    def measure(model: nn.Module, *_: Any) -> _Seconds:
-        seen.append(model)
-        return _Seconds(1.0, 1.0, 1.0, 1.0)
-
-    monkeypatch.setattr(computation, "_time_micro_batches", measure)
-    rates(made)
-    (model,) = seen
+def test_a_model_of_a_function_is_measured_whole_as_it_is_made(measured: Measured) -> None:
+    rates(OF_A_FUNCTION)
+    ((model, _, _),) = measured
     assert all(bool(param.isfinite().all()) for param in model.parameters())
     assert len(list(model.parameters())) == len(list(read_model(SHAPE).build().parameters()))
 
 
-def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, int]] = []
-
-    def measure(_: nn.Module, __: Device, micro_batch: int, sequence: int) -> _Seconds:
-        shapes.append((micro_batch, sequence))
-        return _Seconds(1.0, 1.0, 1.0, 1.0)
-
-    monkeypatch.setattr(computation, "_time_micro_batches", measure)
+def test_a_micro_batch_that_would_take_long_is_shortened(measured: Measured) -> None:
     trace = trace_micro_batch(read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=4, sequence=512)
     whole_s = computation.MOST_S * trace.flops
     for share, expected in (
@@ -181,14 +180,14 @@ def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.Mon
         (0.02, (1, 128)),
     ):
         rate = whole_s * share / computation.MOST_S**2
-        shapes.clear()
+        measured.clear()
         rates(read_model(SHAPE), micro_batch=4, sequence=512, block=Computation(rate, rate))
-        assert shapes[0] == pytest.approx(expected, abs=3)
-    shapes.clear()
+        assert measured[0][1:] == pytest.approx(expected, abs=3)
+    measured.clear()
     short = trace_micro_batch(read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=1, sequence=16)
     rate = short.flops / (2 * computation.MOST_S)
     rates(read_model(SHAPE), micro_batch=1, sequence=16, block=Computation(rate, rate))
-    assert shapes == [(1, 16)], "a sample shorter than that stays as it is"
+    assert [one[1:] for one in measured] == [(1, 16)], "a sample shorter than that stays as it is"
 
 
 @pytest.mark.parametrize("shape", [{"micro_batch": 4, "sequence": 512}, {"micro_batch": 1, "sequence": 16}])
@@ -210,36 +209,24 @@ def test_a_model_without_room_is_refused_before_it_is_traced(monkeypatch: pytest
         rates(read_model(SHAPE), room=1 << 10)
 
 
-def test_a_tied_head_is_measured_tied(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[nn.Module] = []
-
-    def measure(model: nn.Module, *_: Any) -> _Seconds:
-        seen.append(model)
-        return _Seconds(1.0, 1.0, 1.0, 1.0)
-
-    monkeypatch.setattr(computation, "_time_micro_batches", measure)
+def test_a_tied_head_is_measured_tied(measured: Measured) -> None:
     source = read_model("gpt:64/3/4/101")
     rates(source)
-    (model,) = seen
+    ((model, _, _),) = measured
     assert model.get_parameter("lm_head.weight") is model.get_parameter("transformer.wte.weight")
     assert sum(map(torch.Tensor.numel, model.parameters())) == sum(
         map(torch.Tensor.numel, source.on_meta().parameters())
     )
 
 
-@pytest.mark.parametrize("is_shape", [True, False], ids=["shape", "function"])
-def test_few_weights_are_drawn_and_copied(is_shape: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", [read_model(SHAPE), OF_A_FUNCTION], ids=["shape", "function"])
+def test_few_weights_are_drawn_and_copied(
+    source: ModelSource, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To draw the weights of a large model would take longer than all the rest."""
-    seen: list[nn.Module] = []
-
-    def measure(model: nn.Module, *_: Any) -> _Seconds:
-        seen.append(model)
-        return _Seconds(1.0, 1.0, 1.0, 1.0)
-
-    monkeypatch.setattr(computation, "_time_micro_batches", measure)
     monkeypatch.setattr(computation, "_NUM_DRAWN", 1 << 10)
-    rates(read_model(SHAPE) if is_shape else ModelSource("a:function", lambda: read_model(SHAPE).build()))
-    (model,) = seen
+    rates(source)
+    ((model, _, _),) = measured
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").detach().flatten()
     assert torch.equal(weight[:1024], weight[1024:2048])
     assert weight[:1024].unique().numel() > 100
@@ -279,7 +266,7 @@ def with_model(machine: Hardware, *, model: str = SHAPE, fresh: bool = False, **
 
 
 def test_a_model_is_measured_once_for_each_size_of_its_micro_batch(
-    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[Any] = []
     monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **keys: measured.append(keys) or OWN)
@@ -298,7 +285,6 @@ def test_a_model_is_measured_once_for_each_size_of_its_micro_batch(
     )
     monkeypatch.setattr(hardware, "MOST_MODELS", 2)
     assert len(with_model(kept, sequence=8).of_models) == 2, "the oldest are forgotten"
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize("of_card", [None, 5 * GIB], ids=["cpu", "card"])
@@ -306,7 +292,6 @@ def test_a_model_gets_half_of_what_is_free_beside_this_process(
     machine: Hardware,
     of_card: int | None,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In a control group of 1 GiB the half of all would not be free beside Python, torch and the probe."""
     rooms: list[int] = []
@@ -324,7 +309,6 @@ def test_a_model_gets_half_of_what_is_free_beside_this_process(
     monkeypatch.setattr(measure, "micro_batch_rates", measured)
     with_model(machine)
     assert rooms == [of_card or 3 * GIB]
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize("load", [0.0, 100.0])
@@ -343,7 +327,7 @@ def test_a_busy_machine_is_said_where_a_model_is_measured(
 
 
 def test_plans_that_measure_at_the_same_time_keep_all_models(
-    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has read the file before the other one writes it; what another has measured anew stays new."""
     monkeypatch.setattr(measure, "micro_batch_rates", lambda *_, **__: OWN)
@@ -355,7 +339,6 @@ def test_plans_that_measure_at_the_same_time_keep_all_models(
     assert kept is not None
     assert kept.of_models == found[0].of_models | found[1].of_models  # type: ignore[operator]
     assert kept.rates == newer.rates
-    capsys.readouterr()
 
 
 def test_an_engine_never_reads_a_half_of_what_is_kept(
@@ -416,8 +399,7 @@ def test_a_model_that_cannot_be_measured_is_said(
 def test_the_rates_are_found_for_the_step_of_that_model_alone(tmp_path: Path) -> None:
     source = settings(tmp_path, train_micro_batch_size_per_gpu=2)
     machine = Hardware(Memory(host=8 * GIB, nvme=8 * GIB), KNOWN, num_cores=4)
-    question = Question(read_model(SHAPE), lambda _: machine.memory, lambda _: UpdateForm.NATIVE, sequence=16)
-    step = step_of(Planner(question).answer(source), num_local_ranks=1)
+    step = step_of(planner_of(SHAPE, machine.memory, sequence=16).answer(source), num_local_ranks=1)
     count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
     known = replace(machine, of_models={model_key(step.dtype, 32, count): OWN})
     found = known.rates_of(step)

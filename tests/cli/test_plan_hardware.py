@@ -19,7 +19,7 @@ from offloadzero.planning.hardware import Memory, cache_file, hardware_from_json
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
-from tests.cli.test_plan import GIB, MACHINE, MIB, words, write
+from tests.cli.planned import GIB, MACHINE, MIB, PlanText, words, write
 from tests.planning.test_time_model import KNOWN
 
 MEASURED = replace(KNOWN, holds={"copy": 1e-10, "fp32": 2e-11, "compact": 3e-11})
@@ -106,38 +106,34 @@ def test_memory_is_what_a_process_finds_that_has_not_begun(monkeypatch: pytest.M
 
 
 def test_drives_of_which_a_file_says_nothing_are_not_taken_for_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plan_text: PlanText
 ) -> None:
     silent = replace(MACHINE, memory=Memory(host=8 * GIB))
     for more in ([], ["--no-time"], ["--largest"]):
-        assert main(words(tmp_path, *more, machine=silent, placement="nvme")) == USER_ERROR
-        said = capsys.readouterr().err
+        said = plan_text(*more, machine=silent, placement="nvme", status=USER_ERROR)
         assert f"--hardware.memory.nvme = None: the bytes of the drives under {tmp_path}, which" in said
     none = replace(silent, memory=Memory(host=8 * GIB, nvme=0))
-    assert main(words(tmp_path, machine=none, placement="nvme")) == FAILURE
-    assert "It does not fit: nvme " in capsys.readouterr().out
+    assert "It does not fit: nvme " in plan_text(machine=none, placement="nvme", status=FAILURE)
     host = {"placement": "host", "nvme_path": None}
     assert main(words(tmp_path, machine=silent, **host)) == 0
 
 
 @pytest.mark.parametrize(("layout", "with_it"), [("fp32", ""), ("compact", ' with "state_layout": "fp32"')])
 def test_a_cpu_that_computes_faster_in_fp32_is_told_of(
-    layout: str, with_it: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, with_it: str, plan_text: PlanText
 ) -> None:
     rates = replace(KNOWN, flops={"bf16": 2e10, "fp32": 1e11}, gradient_flops={"bf16": 2e9, "fp32": 1e11})
     slow = replace(MACHINE, rates=rates)
     # Forward and twice as much in backward: 1 / 2 + 2 / 0.2, and 3 / 10. Of the first unit backward has less.
     said = 'This CPU computes 34.9 times as fast in fp32 as in bf16: "bf16": {"enabled": false}' + with_it
-    assert main(words(tmp_path, machine=slow, state_layout=layout)) == 0
-    text = capsys.readouterr().out
+    text = plan_text(machine=slow, state_layout=layout)
     assert said in text, text
     for other in (
         replace(slow, rates=replace(rates, gradient_flops={})),
         replace(slow, rates=replace(rates, flops={"bf16": 9e10, "fp32": 1e11}, gradient_flops={})),
         replace(slow, device="a card", memory=Memory(host=8 * GIB, device=8 * GIB, nvme=8 * GIB)),
     ):
-        assert main(words(tmp_path, machine=other, state_layout=layout)) == 0
-        assert said not in capsys.readouterr().out
+        assert said not in plan_text(machine=other, state_layout=layout)
 
 
 def test_a_device_without_a_name_is_none_the_less_one() -> None:

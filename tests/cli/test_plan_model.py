@@ -20,7 +20,7 @@ from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.engine_plan import ENOUGH
 from offloadzero.planning.model.shapes import ModelSource, read_model
 from tests.support import models
-from tests.support.tiny import REPOSITORY, TinyModel, settings
+from tests.support.tiny import TinyModel, settings
 from tests.support.training import PLACEMENTS, make_config
 
 PLENTY = {TierName.HOST: 1 << 40}
@@ -48,6 +48,16 @@ CONFIGS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
         path, activation_checkpoints={"tier": "host", "input_bytes": "64KiB"}, aio={"checksums": True}
     ),
     "lion": lambda path: settings(path, optimizer={"type": "Lion", "params": {"lr": 1e-3}}, placement="nvme"),
+    "gradients on nvme": lambda path: settings(
+        path,
+        placement={
+            "param": "nvme",
+            "master": "host",
+            "exp_avg": "device",
+            "exp_avg_sq": "host",
+            "grad": "nvme",
+        },
+    ),
 }
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tied": TinyModel,
@@ -102,6 +112,11 @@ def expect_tiers(planned: Callable[[TierName], int], runtime: Any) -> None:
     assert store.host.num_bytes == planned(TierName.HOST) - sums
     files = [] if store.nvme is None else [path for path, _ in store.nvme.files]
     assert sum(path.stat().st_size - MARK_BYTES for path in files) == planned(TierName.NVME)
+    # Everything that was reserved is in use: nothing was counted twice or forgotten.
+    assert (store.device.free_bytes, store.host.free_bytes) == (0, 0)
+    for record in runtime.records:
+        for kind, segment in record.segments.items():
+            assert segment.tier is runtime.plan.placement[record.index, kind]
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
@@ -246,10 +261,3 @@ def test_a_config_of_transformers_that_is_none(content: object, message: str, tm
     with pytest.raises(ConfigError, match=message) as caught:
         read_model(str(tmp_path / "config.json")).on_meta()
     assert "\n" not in str(caught.value)
-
-
-def test_what_names_no_model() -> None:
-    with pytest.raises(ConfigError, match=r"--model = 'lama:13b': a shape .* \(did you mean 'llama:13b'\?\)"):
-        read_model("lama:13b")
-    with pytest.raises(ConfigError, match="a shape"):
-        read_model(str(REPOSITORY / "not there.json"))

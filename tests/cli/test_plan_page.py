@@ -17,7 +17,7 @@ from offloadzero.cli.plan.report import PAGE
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.hardware import Hardware, Memory
 from offloadzero.planning.step.forecast import OVERLAP
-from tests.cli.test_plan import GIB, MACHINE, MIB, words
+from tests.cli.planned import GIB, MACHINE, MIB, words
 from tests.cli.test_report import HOSTILE, Page
 
 TEMPLATE_TAGS = Page(make_page(PAGE, {})).tags

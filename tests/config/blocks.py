@@ -7,7 +7,7 @@ from typing import Any
 
 from offloadzero.config import OffloadConfig, OptimizerConfig
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec
-from offloadzero.config.optimizer import OPTIMIZERS
+from offloadzero.config.schema import OPTIMIZERS
 from offloadzero.core.segments import SegmentKind, TierName
 
 TABLES = {**DEEPSPEED_KEYS, **OWN_KEYS}

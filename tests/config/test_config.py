@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from offloadzero.config import BatchConfig, OffloadConfig, load_config
-from offloadzero.config.declared import shown
 from offloadzero.config.keys import OWN_KEYS, Action, KeySpec, Kind
+from offloadzero.config.readers import shown
 from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
 from tests.config.blocks import NEEDED, TABLES, keys_with, nested, type_that_takes
@@ -230,17 +230,6 @@ USED_ELSEWHERE = {
 }
 
 
-@loop_over(keys_with(Action.USE, Action.MAP))
-def test_a_used_key_changes_the_configuration(path: str, key: str, spec: KeySpec) -> None:
-    if (path, key) in USED_ELSEWHERE:
-        assert (path, key) not in USED
-        return
-    value, beside = USED[path, key]
-    assert spec.off == ()
-    without = load_config(nested(path, key, None, **beside)) if beside else load_config({})
-    assert load_config(nested(path, key, value, **beside)) != without
-
-
 def sample(spec: KeySpec, *, on: bool) -> object:
     """A value of the key's kind that asks for something."""
     samples: dict[Kind, list[object]] = {
@@ -412,39 +401,6 @@ def test_the_defaults_in_sentences_are_exact() -> None:
         "100",
         "host",
     ]
-
-
-STALE = "| `offloadzero.gone` | use | nothing |"
-STALE_TABLE = f"| key | action | here |\n| --- | --- | --- |\n{STALE}\n\n"
-
-
-@loop_over(
-    {
-        "a section of keys that are gone": (
-            "## Schedules",
-            f"### `gone`\n\n{STALE_TABLE}## Schedules",
-            "outside",
-        ),
-        "a second table": ("### `offloadzero.observe`", f"{STALE_TABLE}### `offloadzero.observe`", "outside"),
-        "another table before": ("| key |", f"| a |\n| --- |\n| b |\n\n{STALE_TABLE}| key |", "outside"),
-        "no table at the end": ("| type | parameters |", None, "no table at the end"),
-        "no table in the middle": ("| `offloadzero.placement` |", None, "no table above"),
-        "no heading": ("## Schedules", "## Rates", "no heading for Schedules"),
-    }
-)
-def test_a_table_that_is_missing_or_that_no_key_has_is_noticed(
-    found: str, replacement: str | None, said: str
-) -> None:
-    text = DOC.read_text()
-    start = text.index(found)
-    if replacement is None:  # without the table that the row is in
-        start = text.rindex("\n\n", 0, start) + 1
-        end = text.find("\n\n", start + 1)
-        text = text[:start] + (text[end:] if end >= 0 else "")
-    else:
-        text = text[:start] + replacement + text[start + len(found) :]
-    with pytest.raises(AssertionError, match=said):
-        with_tables(text)
 
 
 def test_the_docs_example_loads(tmp_path: Path) -> None:

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import itertools
 import os
 import random
 import signal
 import time
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -86,25 +87,32 @@ def cases(directory: Path) -> Iterator[tuple[int, str, Any]]:
             yield seed, f"values of {name}", mutated(whole[name], random_)
 
 
-def report(found: list[tuple[int, str, str]], counts: Counter[str], took_s: float) -> None:
-    seeds_ = f"seeds {FIRST_SEED} to {FIRST_SEED + NUM_CASES - 1}"
-    print(f"{sum(counts.values())} configurations, {seeds_}: {dict(counts)}; the slowest took {took_s:.2f} s")
-    assert not found, "\n".join(f"seed {seed}, {kind}: {what}" for seed, kind, what in found[:5])
-
-
-def test_every_mutated_configuration_is_accepted_or_refused(tmp_path: Path) -> None:
+def try_all(
+    tried: Iterable[tuple[int, str, Any]],
+    call: Callable[[Any], object],
+    *,
+    limit_s: float,
+    allowed: type[Exception],
+) -> Counter[str]:
+    """How often each outcome came; another than those that are allowed is named with its seed and its source."""
     counts: Counter[str] = Counter()
-    found: list[tuple[int, str, str]] = []
+    found: list[str] = []
     slowest_s = 0.0
-    for seed, kind, source in cases(tmp_path):
+    for seed, kind, source in tried:
         begin_s = time.perf_counter()
-        result = outcome(lambda: load_config(source), limit_s=MAX_LOAD_S, allowed=ConfigError)  # noqa: B023
+        result = outcome(functools.partial(call, source), limit_s=limit_s, allowed=allowed)
         slowest_s = max(slowest_s, time.perf_counter() - begin_s)
         counts[result.split(":")[0]] += 1
         if result.startswith("FOUND"):
             shown = source.read_bytes()[:3000] if isinstance(source, Path) else abbreviated(source)
-            found.append((seed, kind, f"{result}\nfrom {shown!r}"))
-    report(found, counts, slowest_s)
+            found.append(f"seed {seed}, {kind}: {result}\nfrom {shown!r}")
+    print(f"{counts.total()} from seed {FIRST_SEED} on: {dict(counts)}; the slowest took {slowest_s:.2f} s")
+    assert not found, "\n".join(found[:5])
+    return counts
+
+
+def test_every_mutated_configuration_is_accepted_or_refused(tmp_path: Path) -> None:
+    counts = try_all(cases(tmp_path), load_config, limit_s=MAX_LOAD_S, allowed=ConfigError)
     assert counts["accepted"] > NUM_CASES // 20
     assert counts["ConfigError"] > NUM_CASES // 4
 
@@ -134,29 +142,18 @@ def one_step(source: Any) -> None:
             engine.close()
 
 
+def accepted(tried: Iterable[tuple[int, str, Any]]) -> Iterator[tuple[int, str, Any]]:
+    for seed, kind, source in tried:
+        with contextlib.suppress(ConfigError):
+            load_config(source)
+            yield seed, kind, source
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_accepted_configuration_trains_or_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    counts: Counter[str] = Counter()
-    found: list[tuple[int, str, str]] = []
-    slowest_s = 0.0
-    for seed, kind, source in cases(tmp_path):
-        if sum(counts.values()) == NUM_TRAINED:
-            break
-        try:
-            load_config(source)
-        except ConfigError:
-            continue
-        begin_s = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = outcome(lambda: one_step(source), limit_s=MAX_TRAIN_S, allowed=OffloadError)  # noqa: B023
-        slowest_s = max(slowest_s, time.perf_counter() - begin_s)
-        counts[result.split(":")[0]] += 1
-        if result.startswith("FOUND"):
-            shown = source.read_bytes()[:3000] if isinstance(source, Path) else abbreviated(source)
-            found.append((seed, kind, f"{result}\nfrom {shown!r}"))
-    report(found, counts, slowest_s)
+    first = itertools.islice(accepted(cases(tmp_path)), NUM_TRAINED)
+    counts = try_all(first, one_step, limit_s=MAX_TRAIN_S, allowed=OffloadError)
     assert counts["accepted"] > NUM_TRAINED // 2

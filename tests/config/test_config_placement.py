@@ -161,6 +161,10 @@ def test_own_placement_comes_after_the_offload_blocks() -> None:
         (["host"], r"offloadzero\.placement\[0\] = 'host': a JSON object"),
         ({"units": "a", "param": "host"}, r"offloadzero\.placement\.units"),
         ({"momentum": "host"}, r"offloadzero\.placement\.momentum = 'host': unknown key"),
+        ("Auto", r"offloadzero\.placement = 'Auto': allowed device, host, nvme, auto \(did you mean 'auto'"),
+        (["auto"], r"offloadzero\.placement\[0\] = 'auto': a JSON object"),
+        ({"param": "auto"}, r"a rule needs at least one of"),
+        (True, r"offloadzero\.placement = True: one of .* or auto"),
     ],
 )
 def test_bad_own_placements(placement: object, message: str) -> None:

@@ -25,10 +25,8 @@ from offloadzero.config import (
     UpdateConfig,
     load_config,
 )
-from offloadzero.config.batch import resolve_batch
-from offloadzero.config.declared import own_keys
-from offloadzero.config.reading.own_values import read_multiple
-from offloadzero.config.reading.parse import read_float, read_int, read_num_bytes
+from offloadzero.config.readers import own_keys, read_float, read_int, read_multiple, read_num_bytes
+from offloadzero.config.schema import resolve_batch
 from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
 from tests.config.blocks import TABLES, adam, nested
@@ -80,29 +78,27 @@ def test_a_resolved_batch_keeps_what_was_given_and_multiplies_out(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("train", "micro", "steps", "message"),
     [
+        (32, 3, 2, r"train_batch_size = 32: must equal .* = 3 \* 2 \* 4 = 24"),
         (
-            {
-                "train_batch_size": 32,
-                "train_micro_batch_size_per_gpu": 3,
-                "gradient_accumulation_steps": 2,
-            },
-            r"train_batch_size = 32: must equal .* = 3 \* 2 \* 4 = 24",
-        ),
-        (
-            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 3},
+            *(32, 3, None),
             r"must equal 3 \(train_micro_batch_size_per_gpu\) \* gradient_accumulation_steps \* 4 \(ranks\)",
         ),
-        ({"train_batch_size": 2}, "not a multiple of 4"),
-        ({"train_batch_size": 0}, r"train_batch_size = 0: a whole number at least 1"),
-        ({"train_micro_batch_size_per_gpu": -1}, "train_micro_batch_size_per_gpu"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps"),
-        ({"train_batch_size": True}, "train_batch_size"),
-        ({"train_batch_size": "8"}, "train_batch_size"),
+        (2, None, None, "not a multiple of 4"),
+        (0, None, None, r"train_batch_size = 0: a whole number at least 1"),
+        (None, -1, None, "train_micro_batch_size_per_gpu"),
+        (None, None, 1.5, "gradient_accumulation_steps"),
+        (True, None, None, "train_batch_size"),
+        ("8", None, None, "train_batch_size"),
     ],
 )
-def test_bad_batch_sizes(sizes: dict[str, Any], message: str) -> None:
+def test_bad_batch_sizes(train: object, micro: object, steps: object, message: str) -> None:
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
     with pytest.raises(ConfigError, match=message):
         load_config(sizes, world_size=4)
 
@@ -327,106 +323,73 @@ def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
     assert load_config({"data_types": {"grad_accum_dtype": spelling}}).precision.grad_accum_dtype == dtype
 
 
+LION = OptimizerConfig("Lion", MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0}))
+FULL_ADAMW = {"lr": 3e-4, "betas": [0, 0.95], "eps": 0, "weight_decay": 0.1, "bias_correction": False}
+
+
 @pytest.mark.parametrize(
-    ("block", "expected"),
+    ("type_", "params", "expected"),
     [
-        ({"type": "Adam"}, adam("Adam")),
-        ({"type": "adamw"}, adam("AdamW")),
-        ({"type": "Adam", "params": {"adam_w_mode": False}}, adam("Adam", decoupled_weight_decay=False)),
+        ("Adam", {}, adam("Adam")),
+        ("adamw", {}, adam("AdamW")),
+        ("Adam", {"adam_w_mode": False}, adam("Adam", decoupled_weight_decay=False)),
         (
-            {
-                "type": "AdamW",
-                "params": {
-                    "lr": 3e-4,
-                    "betas": [0, 0.95],
-                    "eps": 0,
-                    "weight_decay": 0.1,
-                    "bias_correction": False,
-                    "torch_adam": True,
-                },
-            },
+            *("AdamW", {**FULL_ADAMW, "torch_adam": True}),
             adam("AdamW", lr=3e-4, betas=(0.0, 0.95), eps=0.0, weight_decay=0.1, bias_correction=False),
         ),
         # DeepSpeed makes torch.optim's class then: its AdamW decays by 0.01 where nothing is said, its Adam does not.
-        ({"type": "AdamW", "params": {"torch_adam": True}}, adam("AdamW", weight_decay=0.01)),
-        (
-            {"type": "Adam", "params": {"torch_adam": True, "weight_decay": "auto"}},
-            adam("Adam", weight_decay=0.01),
-        ),
-        ({"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0}}, adam("Adam")),
-        ({"type": "AdamW", "params": {"torch_adam": False}}, adam("AdamW")),
-        ({"type": "Adam", "params": {"foreach": False, "fp32_optimizer_states": True}}, adam("Adam")),
-        (
-            {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},
-            adam("Adam", decoupled_weight_decay=False),
-        ),
-        (
-            {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-            adam("Adam", lr=None),
-        ),
-        (
-            {"type": "lion", "params": {"lr": 1e-4}},
-            OptimizerConfig(
-                "Lion", MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0})
-            ),
-        ),
+        ("AdamW", {"torch_adam": True}, adam("AdamW", weight_decay=0.01)),
+        ("Adam", {"torch_adam": True, "weight_decay": "auto"}, adam("Adam", weight_decay=0.01)),
+        ("Adam", {"torch_adam": True, "weight_decay": 0}, adam("Adam")),
+        ("AdamW", {"torch_adam": False}, adam("AdamW")),
+        ("Adam", {"foreach": False, "fp32_optimizer_states": True}, adam("Adam")),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, adam("Adam", decoupled_weight_decay=False)),
+        ("Adam", {"lr": "auto", "betas": "auto", "weight_decay": "auto"}, adam("Adam", lr=None)),
+        ("lion", {"lr": 1e-4}, LION),
     ],
 )
-def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
+def test_optimizers(type_: str, params: dict[str, Any], expected: OptimizerConfig) -> None:
+    block = {"type": type_, "params": params} if params else {"type": type_}
     assert load_config({"optimizer": block}).optimizer == expected
 
 
+BUILT = "available are Adam, AdamW, Lion, Adagrad, SGD"
+
+
 @pytest.mark.parametrize(
-    ("block", "message"),
+    ("type_", "params", "message"),
     [
+        ("Adamax", {}, f"type = 'Adamax': known, not built yet: {BUILT}"),
+        ("Adagrad", {"lr_decay": -1}, r"optimizer\.params\.lr_decay"),
+        ("Lion", {"eps": 1e-6}, r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$"),
+        ("Lion", {"adam_w_mode": True}, r"params\.adam_w_mode = True: Lion takes"),
         (
-            {"type": "Adamax"},
-            "type = 'Adamax': known, not built yet: available are Adam, AdamW, Lion, Adagrad, SGD",
-        ),
-        ({"type": "Adagrad", "params": {"lr_decay": -1}}, r"optimizer\.params\.lr_decay"),
-        (
-            {"type": "Lion", "params": {"eps": 1e-6}},
-            r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
-        ),
-        ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
-        (
-            {"type": "Adam", "params": {"fp32_optimizer_states": False}},
+            *("Adam", {"fp32_optimizer_states": False}),
             r"params\.fp32_optimizer_states = False: offloadzero\.state_layout = compact .*allowed true$",
         ),
-        ({"type": "SGD", "params": {"torch_adam": True}}, r"params\.torch_adam = True: SGD takes"),
-        (
-            {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
-            r"params\.betas = .*: SGD takes lr, momentum, dampening",
-        ),
-        ({"type": "OneBitAdam"}, "known, not built yet"),
-        (
-            {"type": "Adma"},
-            r"unknown optimizer: available are Adam, AdamW, Lion, Adagrad, SGD \(did you mean 'Adam",
-        ),
-        ({"type": 3}, r"optimizer\.type = 3"),
-        (
-            {"params": {}},
-            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion, Adagrad, SGD",
-        ),
-        (
-            {"type": "Adam", "params": {"learning_rate": 1}},
-            r"optimizer\.params\.learning_rate = 1: unknown key",
-        ),
-        ({"type": "Adam", "params": {"beta": 1}}, "did you mean 'betas'"),
-        ({"type": "Adam", "params": {"max_grad_norm": 1}}, "write gradient_clipping"),
-        ({"type": "AdamW", "params": {"adam_w_mode": False}}, "contradicts the type"),
-        ({"type": "Adam", "params": {"betas": [0.9]}}, "two numbers"),
-        ({"type": "Adam", "params": {"betas": [0.9, 1]}}, "below 1"),
-        ({"type": "Adam", "params": {"betas": [-0.1, 0.9]}}, r"betas\[0\] = -0.1"),
-        ({"type": "Adam", "params": {"betas": 0.9}}, "two numbers"),
-        ({"type": "Adam", "params": {"betas": ["auto", 0.9]}}, r"betas\[0\]"),
-        ({"type": "Adam", "params": {"eps": -1e-8}}, r"optimizer\.params\.eps"),
-        ({"type": "Adam", "params": {"lr": -1}}, r"optimizer\.params\.lr"),
-        ({"type": "Adam", "params": {"lr": 1e300}}, r"optimizer\.params\.lr = 1e\+300: .* at most 3\.4e\+38"),
-        ({"type": "Adam", "params": {"weight_decay": -1}}, r"optimizer\.params\.weight_decay"),
+        ("SGD", {"torch_adam": True}, r"params\.torch_adam = True: SGD takes"),
+        ("SGD", {"betas": [0.9, 0.9]}, r"params\.betas = .*: SGD takes lr, momentum, dampening"),
+        ("OneBitAdam", {}, "known, not built yet"),
+        ("Adma", {}, rf"unknown optimizer: {BUILT} \(did you mean 'Adam"),
+        (3, {}, r"optimizer\.type = 3"),
+        (None, {}, rf"optimizer\.type = None: the name of an optimizer: {BUILT}"),
+        ("Adam", {"learning_rate": 1}, r"optimizer\.params\.learning_rate = 1: unknown key"),
+        ("Adam", {"beta": 1}, "did you mean 'betas'"),
+        ("Adam", {"max_grad_norm": 1}, "write gradient_clipping"),
+        ("AdamW", {"adam_w_mode": False}, "contradicts the type"),
+        ("Adam", {"betas": [0.9]}, "two numbers"),
+        ("Adam", {"betas": [0.9, 1]}, "below 1"),
+        ("Adam", {"betas": [-0.1, 0.9]}, r"betas\[0\] = -0.1"),
+        ("Adam", {"betas": 0.9}, "two numbers"),
+        ("Adam", {"betas": ["auto", 0.9]}, r"optimizer\.params\.betas\[0\]"),
+        ("Adam", {"eps": -1e-8}, r"optimizer\.params\.eps"),
+        ("Adam", {"lr": -1}, r"optimizer\.params\.lr"),
+        ("Adam", {"lr": 1e300}, r"optimizer\.params\.lr = 1e\+300: .* at most 3\.4e\+38"),
+        ("Adam", {"weight_decay": -1}, r"optimizer\.params\.weight_decay"),
     ],
 )
-def test_bad_optimizers(block: dict[str, Any], message: str) -> None:
+def test_bad_optimizers(type_: object, params: dict[str, Any], message: str) -> None:
+    block = {"params": params} if type_ is None else {"type": type_, "params": params}
     with pytest.raises(ConfigError, match=message):
         load_config({"optimizer": block})
 

@@ -1,16 +1,20 @@
-"""What an engine leaves behind: on its model, in the process, and for the collector."""
+"""What an engine leaves behind: on its model, in the process, and for the collector; handlers that a test leaves."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from offloadzero.core import interrupts
 from offloadzero.engine.lifetime import wait_for_collected
 from tests.support.tiny import TinyModel, tokens
 
@@ -75,3 +79,14 @@ def collect(is_done: Callable[[], bool] = lambda: True) -> None:
         threading.Event().wait(0.01)
         gc.collect()
     wait_for_collected()
+
+
+@contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Inside, a signal has this handler, which is held back as those that a script has set."""
+    before = signal.signal(number, handler)
+    try:
+        interrupts.install()
+        yield
+    finally:
+        signal.signal(number, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from tests.support.tiny import TinyModel, make_engine, settings
+from tests.support.tiny import TinyModel, all_states, make_engine, settings, train
 
 PLACEMENTS: dict[str, Any] = {
     "host": "host",
@@ -58,6 +59,15 @@ def poisonable_engine(
     torch.manual_seed(1)
     model = Poisonable(where)
     return make_engine(settings(directory, placement=PLACEMENTS[placement], **keys), model), model
+
+
+def states_after(engine: offloadzero.Engine, seeds: Iterable[int]) -> dict[str, torch.Tensor]:
+    """What nothing disturbs: the states of an engine behind a step for each of these batches."""
+    for seed in seeds:
+        train(engine, num_steps=1, first_seed=seed)
+    states = all_states(engine)
+    engine.close()
+    return states
 
 
 def same_states(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -42,39 +42,41 @@ def refusal(config: Any, model: nn.Module | None = None, **keys: Any) -> ConfigE
 # --- the configuration ---
 
 
+def adamw(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
+
+
+STAGE, PATTERNS = "zero_optimization.stage", "offloadzero.units.patterns"
+PLACED = "offloadzero.placement.param"
+
+
 @pytest.mark.parametrize(
-    ("change", "key", "nearest"),
+    ("config", "key", "value", "said"),
     [
-        ({"train_batchsize": 2}, "train_batchsize", "train_batch_size"),
-        ({"bf61": {"enabled": True}}, "bf61", "bf16"),
-        ({"zero_optimization": {"stage": 3, "ofload_param": {}}}, "zero_optimization.ofload_param", "offload_param"),
-        ({"offloadzero": {"placment": "host"}}, "offloadzero.placment", "placement"),
-        ({"offloadzero": {"update": {"chunk_element": 4096}}}, "offloadzero.update.chunk_element", "chunk_elements"),
+        (settings(placement="host") | {"train_batchsize": 2}, "train_batchsize", 2, "mean 'train_batch_size'"),
+        (settings(placement="host") | {"bf61": {}}, "bf61", {}, "did you mean 'bf16'"),
+        ({"zero_optimization": {"ofload_param": {}}}, "zero_optimization.ofload_param", {}, "mean 'offload_param'"),
+        ({"offloadzero": {"placment": "host"}}, "offloadzero.placment", "host", "did you mean 'placement'"),
+        ({"offloadzero": {"update": {"chunk_element": 4096}}}, "offloadzero.update.chunk_element", 4096,
+         "did you mean 'chunk_elements'"),
+        (settings(placement={"param": "hots"}), PLACED, "hots", "did you mean 'host'"),
+        (settings(placement="host", train_batch_size=24, gradient_accumulation_steps=4), "train_batch_size", 24,
+         "2 * 4 * 1 = 8"),
+        *(({"zero_optimization": {"stage": one}}, STAGE, one, "allowed 0, 1, 2, 3") for one in (4, -1, "three", 2.5)),
+        (settings(None), "offloadzero.nvme_path", None, "directory"),
+        (settings(placement="host", **adamw(amsgrad=True)), "optimizer.params.amsgrad", True, "is not built"),
+        (settings(placement="host", units={"patterns": ["block.*"]}), PATTERNS, "block.*", "matches no module"),
     ],
 )  # fmt: skip
-def test_unknown_key(change: dict[str, Any], key: str, nearest: str) -> None:
-    error = refusal({**settings(placement="host"), **change})
-    assert (error.key, error.nearest) == (key, nearest)
-    assert f"did you mean {nearest!r}" in str(error)
-
-
-def test_contradictory_batch_sizes() -> None:
-    config = settings(placement="host", train_batch_size=24, gradient_accumulation_steps=4)
+def test_a_key_or_value_that_is_wrong(config: dict[str, Any], key: str, value: Any, said: str) -> None:
     error = refusal(config)
-    assert (error.key, error.value) == ("train_batch_size", 24)
-    assert "2 * 4 * 1 = 8" in str(error)
+    assert (error.key, error.value) == (key, value)
+    assert said in str(error)
 
 
-@pytest.mark.parametrize("stage", [4, -1, "three", 2.5])
-def test_stage(stage: Any) -> None:
-    error = refusal({**settings(placement="host"), "zero_optimization": {"stage": stage}})
-    assert (error.key, error.value) == ("zero_optimization.stage", stage)
-    assert all(str(allowed) in error.allowed for allowed in (0, 1, 2, 3))
-
-
-def test_a_tier_that_does_not_exist() -> None:
-    error = refusal(settings(placement={"param": "hots"}))
-    assert (error.key, error.value, error.nearest) == ("offloadzero.placement.param", "hots", "host")
+def test_no_model() -> None:
+    with pytest.raises(ConfigError, match="model"):
+        offloadzero.initialize(config=settings(placement="host"))
 
 
 # --- directories ---
@@ -85,12 +87,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 8 MiB."""
     with small_disk(tmp_path / "disk", size="8m") as path:
         yield path
-
-
-def test_nvme_without_a_path() -> None:
-    error = refusal(settings(None))
-    assert error.key == "offloadzero.nvme_path"
-    assert "directory" in str(error)
 
 
 def test_nvme_path_missing(tmp_path: Path) -> None:
@@ -238,11 +234,6 @@ def test_a_module_whose_parameters_have_no_shape_yet() -> None:
     assert nn.parameter.is_lazy(model.lazy.weight)
 
 
-def test_no_model() -> None:
-    with pytest.raises(ConfigError, match="model"):
-        offloadzero.initialize(config=settings(placement="host"))
-
-
 def test_an_optimizer_that_is_not_built() -> None:
     model = TinyModel()
     error = refusal(settings(placement="host"), model, optimizer=torch.optim.Rprop(model.parameters()))
@@ -373,12 +364,6 @@ def test_options_of_adam_that_change_the_numbers(option: str) -> None:
     assert "False" in error.allowed
 
 
-def test_amsgrad_in_the_json() -> None:
-    config = settings(placement="host", optimizer={"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}})
-    error = refusal(config)
-    assert (error.key, error.value) == ("optimizer.params.amsgrad", True)
-
-
 def test_an_optimizer_that_has_stepped() -> None:
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -410,12 +395,6 @@ def test_no_optimizer_at_all() -> None:
         with pytest.raises(StateError, match=r"give initialize\(\) one, or name one in the config"):
             call()
     engine.close()
-
-
-def test_a_pattern_that_matches_nothing() -> None:
-    error = refusal(settings(placement="host", units={"patterns": ["block.*"]}))
-    assert (error.key, error.value) == ("offloadzero.units.patterns", "block.*")
-    assert "matches no module" in str(error)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")

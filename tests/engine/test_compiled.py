@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offloadzero
+from tests.support.plain_form import plain_steps
 from tests.support.tiny import VOCABULARY, Block, TinyModel, settings, tokens
 
 NUM_STEPS = 4
@@ -43,13 +44,7 @@ def test_nothing_is_compiled_again(tmp_path: Path, placement: str, observe: bool
         config = settings(tmp_path, placement=placement, **keys)
         model, optimizer = offloadzero.offload(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), config)
         forward: Any = torch.compile(model, backend=count) if is_compiled else model
-        losses = []
-        for number in range(NUM_STEPS):
-            loss = forward(tokens(number))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = plain_steps(forward, optimizer, range(NUM_STEPS))
         optimizer.close()
         return losses
 
@@ -139,13 +134,7 @@ def losses_of_outer_reader(
         forward, optimizer = offloadzero.offload(forward, optimizer, config)
     if when == "after":
         forward = torch.compile(forward, backend=backend)
-    losses = []
-    for number in range(NUM_STEPS):
-        loss = forward(tokens(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = plain_steps(forward, optimizer, range(NUM_STEPS))
     if placement != "plain":
         optimizer.close()
     return losses

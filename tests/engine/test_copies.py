@@ -18,7 +18,6 @@ import offloadzero
 from offloadzero import OffloadError
 from tests.scripts.common import (
     LM,
-    Offloaded,
     Result,
     Wrap,
     adamw,
@@ -275,35 +274,3 @@ def test_weights_after_close(tmp_path: Path) -> None:
     except OffloadError:
         return
     assert again == pytest.approx(loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("modifier_rank", [None, 0])
-@pytest.mark.parametrize("placement", ["host", "nvme", "stage 1"])
-def test_gathering_more_than_the_leases_hold(
-    placement: str, modifier_rank: int | None, tmp_path: Path
-) -> None:
-    """All parameters at once, where one unit fits: read, and with modifier_rank written."""
-
-    def script(wrap: Wrap) -> Result:
-        model, optimizer = start(wrap)
-        losses = steps(model, optimizer, 0)
-        seen = {}
-        params = list(model.parameters())
-        if isinstance(wrap, Offloaded):
-            with offloadzero.zero.GatheredParameters(params, modifier_rank=modifier_rank):
-                seen = _edit(model, modifier_rank)
-        else:
-            seen = _edit(model, modifier_rank)
-        losses += steps(model, optimizer, 3)
-        return Result(losses, [], weights_of(model), seen)
-
-    assert_matches(run(script, offloaded(placement, tmp_path, clipping=0.0)), run(script, Wrap()))
-
-
-def _edit(model: nn.Module, modifier_rank: int | None) -> dict[str, Tensor]:
-    seen = {name: p.detach().clone() for name, p in model.named_parameters()}
-    if modifier_rank == 0:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-    return seen

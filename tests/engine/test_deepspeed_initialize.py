@@ -19,6 +19,7 @@ from offloadzero.ops.adam import DeepSpeedCPUAdam
 from offloadzero.ops.lion import DeepSpeedCPULion
 from offloadzero.optim import CPUAdam
 from tests.engine.on_host import config, losses_of, make_model
+from tests.support.plain_form import plain_steps
 from tests.support.tiny import TinyModel, make_engine, run_script, tokens, train
 
 # DeepSpeed's, in its order.
@@ -231,13 +232,7 @@ def test_cpu_adam_is_adam(decoupled: bool, form: str) -> None:
         model = make_model()
         if form == "offload":
             offloaded, optimizer = offloadzero.offload(model, make(two_groups(model)), config())
-            losses = []
-            for seed in range(4):
-                loss = offloaded(tokens(seed))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            losses = plain_steps(offloaded, optimizer, range(4))
             optimizer.close()
             return losses
         given = make(two_groups(model)) if form == "initialize" else lambda _: make(two_groups(model))

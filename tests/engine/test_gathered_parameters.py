@@ -13,8 +13,8 @@ from torch import nn
 
 import offloadzero
 from offloadzero import ConfigError, StateError, zero
-from offloadzero.parameters.weight import is_offloaded
-from offloadzero.streaming.access.gathered_parameters import GatheredBlock
+from offloadzero.access.gathered import GatheredBlock
+from offloadzero.access.parameter import is_offloaded
 from offloadzero.streaming.building.spill import spilled_weight
 from tests.engine.built import build, masters, reference_split, stored_bytes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens, train
@@ -22,7 +22,6 @@ from tests.support.tiny import TinyModel, all_states, make_engine, settings, tok
 PLACEMENTS: dict[str, Any] = {
     "device": "device",
     "host": "host",
-    "nvme": "nvme",
     "mixed": {"param": "nvme", "master": "host", "exp_avg": "device", "exp_avg_sq": "nvme"},
     "device homes": {"param": "device", "master": "nvme", "exp_avg": "host", "exp_avg_sq": "host"},
 }

@@ -20,9 +20,9 @@ import offloadzero
 from offloadzero.core import interrupts
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.errors import NonFiniteError, StateError
-from tests.engine.poisonable import poisonable_engine, same_states
+from tests.engine.poisonable import poisonable_engine, same_states, states_after
 from tests.engine.test_interrupts import handler
-from tests.support.plain_form import offloaded
+from tests.support.plain_form import offloaded, plain_steps
 from tests.support.tiny import all_states, make_engine, settings, tokens, train
 
 __all__ = ["handler"]  # a fixture for every test of the file
@@ -102,32 +102,22 @@ def test_a_step_that_was_refused_as_a_whole_is_left_out(placement: str, tmp_path
 def test_a_plain_loop_saves_and_goes_on_after_a_gradient_that_is_not_finite(
     placement: str, tmp_path: Path
 ) -> None:
-    def steps(model: Any, optimizer: Any, seeds: range) -> list[float]:
-        losses = []
-        for seed in seeds:
-            loss = model(tokens(seed))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
     with offloaded(placement, tmp_path) as (model, optimizer):
-        steps(model, optimizer, range(2))
+        plain_steps(model, optimizer, range(2))
         (model(tokens(2)) * math.nan).backward()
         with pytest.raises(NonFiniteError, match=r"step 3.*nothing of it was applied"):  # noqa: PT012 (as above)
             optimizer.step()
             optimizer.synchronize()
         weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         optimizer.zero_grad()
-        losses = steps(model, optimizer, range(3, 6))
+        losses = plain_steps(model, optimizer, range(3, 6))
     with offloaded(placement, tmp_path) as (model, optimizer):
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        assert steps(model, optimizer, range(3, 6)) == losses
+        assert plain_steps(model, optimizer, range(3, 6)) == losses
     with offloaded(placement, tmp_path) as (model, optimizer):
-        steps(model, optimizer, range(2))
-        assert steps(model, optimizer, range(3, 6)) == losses
+        plain_steps(model, optimizer, range(2))
+        assert plain_steps(model, optimizer, range(3, 6)) == losses
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -151,10 +141,7 @@ def test_updates_in_backward_end_with_the_first_gradient_that_is_not_finite(
     engine.close()
 
     other, _ = poisonable_engine(tmp_path, FIRST_TO_LAND, placement)
-    train(other, num_steps=2)
-    train(other, num_steps=2, first_seed=3)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(other, (0, 1, 3, 4)), after)
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -188,10 +175,7 @@ def test_a_step_applied_in_part_says_which_units_and_a_checkpoint_replaces_it(
     engine.close()
 
     other, _ = poisonable_engine(tmp_path, LAST_TO_LAND, placement)
-    train(other, num_steps=2)
-    train(other, num_steps=2, first_seed=3)
-    assert same_states(all_states(other), gone_on)
-    other.close()
+    assert same_states(states_after(other, (0, 1, 3, 4)), gone_on)
 
 
 def test_weights_alone_do_not_make_a_step_whole(tmp_path: Path) -> None:
@@ -261,10 +245,7 @@ def test_updates_of_an_interrupted_backward_are_named(placement: str, tmp_path: 
     after = all_states(engine)
     engine.close()
 
-    other = make_engine(settings(tmp_path, placement=placement))
-    train(other, num_steps=3)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(settings(tmp_path, placement=placement)), range(3)), after)
 
 
 def test_what_a_whole_backward_has_updated_is_closed_by_step(tmp_path: Path) -> None:
@@ -278,10 +259,7 @@ def test_what_a_whole_backward_has_updated_is_closed_by_step(tmp_path: Path) -> 
     train(engine, num_steps=1, first_seed=1)
     after = all_states(engine)
     engine.close()
-    other = make_engine(settings(tmp_path, placement="host"))
-    train(other, num_steps=2)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(settings(tmp_path, placement="host")), range(2)), after)
 
 
 def test_what_a_backward_left_that_did_not_end_is_not_added_to(tmp_path: Path) -> None:
@@ -322,10 +300,7 @@ def test_ctrl_c_waits_until_backward_has_updated_all(tmp_path: Path) -> None:
     engine.step()
     after = all_states(engine)
     engine.close()
-    other = make_engine(settings(tmp_path, placement="host"))
-    train(other, num_steps=3)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(settings(tmp_path, placement="host")), range(3)), after)
 
 
 def test_the_second_ctrl_c_does_not_wait_for_the_end_of_backward(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import StateError
 from offloadzero.memory.tickets import Promise
 from tests.engine.interrupts import Injected, InjectedBehindCall
-from tests.engine.poisonable import same_states
+from tests.engine.poisonable import same_states, states_after
 from tests.engine.test_interrupts import handler
 from tests.support.faults import delays
 from tests.support.tiny import all_states, make_engine, settings, tokens, train
@@ -68,16 +68,14 @@ def test_a_forward_leaves_nothing_pinned_wherever_it_is_interrupted(
     tier: str | None, inject: type[Injected], tmp_path: Path
 ) -> None:
     keys = {} if tier is None else {"activation_checkpoints": {"tier": tier}}
-    engine = make_engine(settings(tmp_path, placement="host", gradient_clipping=1.0, **keys))
+    config = settings(tmp_path, placement="host", gradient_clipping=1.0, **keys)
+    engine = make_engine(config)
     train(engine, num_steps=2)
     assert len(at_each_place(engine, lambda: engine(tokens(2)), every=7, inject=inject)) > 30
     train(engine, num_steps=1, first_seed=2)
     after = all_states(engine)
     engine.close()
-    other = make_engine(settings(tmp_path, placement="host", gradient_clipping=1.0, **keys))
-    train(other, num_steps=3)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(config), range(3)), after)
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
@@ -112,10 +110,7 @@ def test_gradients_are_dropped_wherever_backward_is_interrupted(
     train(engine, num_steps=2, first_seed=2)
     after = all_states(engine)
     engine.close()
-    other = make_engine(config)
-    train(other, num_steps=4)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(config), range(4)), after)
 
 
 class InjectedInWait(Injected):
@@ -152,10 +147,7 @@ def test_one_ctrl_c_in_a_wait_of_backward_ends_no_run_either(
     assert places
     after = all_states(engine)
     engine.close()
-    other = make_engine(config)
-    train(other, num_steps=10)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(config), range(10)), after)
 
 
 def waits_to_its_end(ticket: Promise, interrupt: Injected) -> bool:
@@ -220,10 +212,7 @@ def test_a_step_is_taken_or_not_wherever_it_is_interrupted(clipping: float, tmp_
     assert num_steps > 5
     after = all_states(engine)
     engine.close()
-    other = make_engine(config)
-    train(other, num_steps=num_steps)
-    assert same_states(all_states(other), after)
-    other.close()
+    assert same_states(states_after(make_engine(config), range(num_steps)), after)
 
 
 def test_a_schedule_that_was_interrupted_makes_up_for_its_step(

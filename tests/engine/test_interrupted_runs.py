@@ -8,14 +8,12 @@ import sys
 import weakref
 from collections.abc import Callable
 from importlib import _bootstrap  # type: ignore[attr-defined]
-from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 
 from offloadzero.memory.tickets import Latch
-from tests.engine.interrupts import CONFIGURATIONS, Case, Injected, Run, is_swallowed, play, verdict
+from tests.engine.interrupts import is_swallowed
 
 
 def printed_of_dropped(callback: str, drop: Callable[[], object]) -> str:
@@ -54,26 +52,3 @@ def test_what_python_drops_itself_is_told_from_what_the_package_lets_it_drop() -
     assert not is_swallowed(
         f'{said}  File "<frozen importlib._bootstrap>", line 1, in cb\nKeyboardInterrupt:\n'
     )
-
-
-def test_an_interrupt_that_was_sent_and_that_nobody_caught_is_swallowed() -> None:
-    report = {"status": 0, "files": [], "outcome": "never came", "output": "", "different": [], "place": ""}
-    assert verdict(report) == "never came"
-    assert verdict(report | {"place": "runtime.py:1 close (call)"}) == "swallowed"
-
-
-def test_places_are_those_of_training_and_of_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt, ends = Injected(-1), []
-    result = Run.result
-
-    def counted(run: Run) -> dict[str, torch.Tensor]:
-        ends.append(interrupt.num_places)
-        values = result(run)
-        ends.append(interrupt.num_places)
-        return values
-
-    monkeypatch.setattr(Run, "result", counted)
-    outcome, _ = play(Case(*CONFIGURATIONS[0], kind="injected", at=-1), str(tmp_path), interrupt)
-    assert outcome == "never came"
-    begin, end = ends
-    assert 0 < begin == end < interrupt.num_places

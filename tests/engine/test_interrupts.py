@@ -31,7 +31,7 @@ from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import AllOf, Failures, Latch, Promise, unfinished
 from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
-from tests.engine.leftovers import assert_as_before, collect, forms, fresh_model, threads_of_ours
+from tests.engine.leftovers import assert_as_before, collect, forms, fresh_model, handled, threads_of_ours
 from tests.support.faults import observes
 from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
 from tests.support.warm import run_warm
@@ -47,6 +47,11 @@ def handler() -> Iterator[None]:
     yield
     interrupts.held.clear()
     interrupts.uninstall()
+
+
+def raise_timed_out(*_: Any) -> None:
+    """A script's handler."""
+    raise TimeoutError  # which is an OSError
 
 
 def interrupt_after(delay_s: float) -> None:
@@ -142,17 +147,13 @@ def test_a_second_signal_passes_through_a_handler_that_calls_the_one_before_it(f
         for _ in range(5):
             wait(signal.raise_signal, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, note_first)
-    try:
-        interrupts.install()
+    with handled(signal.SIGINT, note_first):
         with pytest.raises(KeyboardInterrupt):
             wait_long()
         assert len(came) == 1  # the first one waits, the second one does not
         with pytest.raises(KeyboardInterrupt):
             uninterrupted(signal.raise_signal)(signal.SIGINT)
         assert len(came) == 2
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_handlers_of_two_signals_are_both_called_though_the_first_raises() -> None:
@@ -187,9 +188,6 @@ def test_handlers_of_two_signals_are_both_called_though_the_first_raises() -> No
 
 
 def test_a_handler_that_is_set_after_the_start_waits_from_the_next_forward_on(tmp_path: Path) -> None:
-    def raise_timed_out(*_: Any) -> None:
-        raise TimeoutError
-
     engine = make_engine(settings(tmp_path, placement="host"))
     before = signal.signal(signal.SIGALRM, raise_timed_out)
     try:
@@ -203,28 +201,18 @@ def test_a_handler_that_is_set_after_the_start_waits_from_the_next_forward_on(tm
 
 
 def test_an_error_of_a_handler_in_a_wait_is_no_failure_of_the_engine() -> None:
-    def raise_timed_out(*_: Any) -> None:
-        raise TimeoutError
-
     failures = Failures()
-    before = signal.signal(signal.SIGALRM, raise_timed_out)
-    try:
-        interrupts.install()
+    with handled(signal.SIGALRM, raise_timed_out):
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(TimeoutError), failures.handed_over():
             Promise().wait()
         failures.check()
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("place", ["checkpoint.write", "fsync", "checkpoint.read"])
 def test_a_timeout_of_a_handler_is_no_error_of_a_file(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raise_timed_out(*_: Any) -> None:
-        raise TimeoutError  # which is an OSError
-
     def time_out(*_: Any) -> None:
         signal.raise_signal(signal.SIGALRM)
 
@@ -265,22 +253,15 @@ class _OfSignal:
 
 
 def test_an_error_of_a_handler_ends_a_wait_for_several_tickets_at_once() -> None:
-    def raise_timed_out(*_: Any) -> None:
-        raise TimeoutError
-
     failed = Promise()
     failed.fail(OSError("the drive is gone"))
-    before = signal.signal(signal.SIGALRM, raise_timed_out)
-    try:
-        interrupts.install()
+    with handled(signal.SIGALRM, raise_timed_out):
         last = _OfSignal()
         with pytest.raises(TimeoutError):
             AllOf([failed, _OfSignal(), last]).wait()
         assert not last.num_waits  # it might never come
         with pytest.raises(TimeoutError):
             unfinished(_OfSignal())
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_what_must_be_whole_and_was_not_makes_the_engine_unusable() -> None:

@@ -17,6 +17,7 @@ from tests.support.training import (
     PLACEMENTS,
     Outcome,
     assert_same,
+    one_step,
     run_engine,
     run_plain,
     snapshot,
@@ -198,10 +199,7 @@ def test_the_dynamic_scale_moved_in_the_test_above(tmp_path: Path) -> None:
     def loop(engine: Any) -> list[float]:
         losses = []
         for tokens, targets in batches(5):
-            loss = engine(tokens, targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(one_step(engine, tokens, targets))
             scales.append(engine.loss_scale)
         return losses
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import offloadzero
-from tests.support.plain_form import final_weights, make_model, make_optimizer, plain_config
+from tests.support.cases import each_pair
+from tests.support.plain_form import final_weights, make_model, make_optimizer, plain_config, plain_steps
 from tests.support.tiny import Block, TinyModel, tokens
 
 
@@ -51,17 +52,6 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any] | None, Callable[[nn.Module], 
 }
 
 
-def steps(model: TinyModel, optimizer: Any, num_steps: int) -> list[float]:
-    losses = []
-    for seed in range(num_steps):
-        loss = model(tokens(seed))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def run(case: str, config: dict[str, Any] | None) -> tuple[list[float], dict[str, Any]]:
     """Train, put the forwards in place, train, make the model an ordinary one, evaluate it."""
     change_block, change_model = CASES[case]
@@ -69,13 +59,13 @@ def run(case: str, config: dict[str, Any] | None) -> tuple[list[float], dict[str
     optimizer: Any = make_optimizer(model)
     if config is not None:
         _, optimizer = offloadzero.offload(model, optimizer, config)
-    losses = steps(model, optimizer, 2)
+    losses = plain_steps(model, optimizer, range(2))
     forwards = [
         (module, change(module))
         for module, change in ((model.blocks[1], change_block), (model, change_model))
         if change is not None
     ]
-    losses += steps(model, optimizer, 3)
+    losses += plain_steps(model, optimizer, range(3))
     if config is not None:
         optimizer.restore_model()
     for module, forward in forwards:
@@ -84,9 +74,9 @@ def run(case: str, config: dict[str, Any] | None) -> tuple[list[float], dict[str
     return losses, final_weights(model)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "placement", "checkpointed"), each_pair(CASES, ["host", "nvme"], [False, True])
+)
 def test_what_a_script_makes_of_a_forward_stays(
     case: str, placement: str, checkpointed: bool, tmp_path: Path
 ) -> None:
@@ -158,11 +148,11 @@ def test_what_a_script_makes_of_a_class_is_seen(name: str, checkpointed: bool, t
         optimizer: Any = make_optimizer(model)
         if config is not None:
             _, optimizer = offloadzero.offload(model, optimizer, config)
-        found = steps(model, optimizer, 2)
+        found = plain_steps(model, optimizer, range(2))
         for _ in CHANGES_OF_CLASSES[name](model):
-            found += steps(model, optimizer, 2)
+            found += plain_steps(model, optimizer, range(2))
             found.append(model(tokens(7)).item())
-        found += steps(model, optimizer, 2)
+        found += plain_steps(model, optimizer, range(2))
         if config is not None:
             optimizer.restore_model()
         for _ in CHANGES_OF_CLASSES[name](model):

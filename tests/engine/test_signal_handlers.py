@@ -13,6 +13,7 @@ from offloadzero.core import interrupts
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.errors import StateError
 from offloadzero.memory.tickets import Failures
+from tests.engine.leftovers import handled
 
 
 @pytest.fixture(autouse=True)
@@ -90,26 +91,18 @@ def test_a_section_in_which_its_thread_forks_ends_in_the_child() -> None:
 def test_an_engines_own_failure_is_no_interrupt_where_a_handler_raises_it() -> None:
     failures = Failures()
     failures.record(own := StateError("the drive is gone"))
-    before = signal.signal(signal.SIGUSR1, lambda *_: failures.check())
-    try:
-        interrupts.install()
+    with handled(signal.SIGUSR1, lambda *_: failures.check()):
         with pytest.raises(StateError) as caught:
             signal.raise_signal(signal.SIGUSR1)
         assert caught.value is own
         assert not interrupts.is_interrupt(own)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_another_engines_failure_interrupts_a_change_where_a_handler_raises_it() -> None:
     others, own = Failures(), Failures()
     others.record(StateError("the drive is gone"))
-    before = signal.signal(signal.SIGUSR1, lambda *_: others.check())
-    try:
-        interrupts.install()
-        with pytest.raises(StateError, match="the drive is gone"), own.whole("a change"):
-            signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    told = pytest.raises(StateError, match="the drive is gone")
+    with handled(signal.SIGUSR1, lambda *_: others.check()), told, own.whole("a change"):
+        signal.raise_signal(signal.SIGUSR1)
     with pytest.raises(StateError, match=r"a change was interrupted half-way \(the drive is gone\)"):
         own.check()

@@ -28,7 +28,7 @@ from offloadzero.observe.forecast import MIN_STEPS, PlannedStep
 from offloadzero.planning.hardware import Hardware, cache_file, describe, model_key
 from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.step.forecast import Computation
-from tests.cli.test_plan import MACHINE, SHAPE, words
+from tests.cli.planned import MACHINE, SHAPE, words
 from tests.observe.test_device_time import Case, timed_engine, train_step
 from tests.support.faults import delays
 from tests.support.tiny import VOCABULARY, TinyModel, make_engine, settings, tokens, train
@@ -58,16 +58,15 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "is_measured"),
     [
-        {"placement": {"param": "host", "states": "nvme"}, "gradient_clipping": 1.0},
-        {"placement": "nvme", "gradient_accumulation_steps": 2},
-        {"placement": "host", "activation_checkpoints": {"tier": "host"}},
-        {"placement": "host"},
+        ({"placement": {"param": "host", "states": "nvme"}, "gradient_clipping": 1.0}, True),
+        ({"placement": "nvme", "gradient_accumulation_steps": 2}, False),
+        ({"placement": "host", "activation_checkpoints": {"tier": "host"}}, True),
+        ({"placement": "host"}, False),
     ],
-    ids=["clipped", "accumulated", "checkpointed", "updated in backward"],
+    ids=["clipped, by its own rates", "accumulated", "checkpointed, by its own rates", "updated in backward"],
 )
-@pytest.mark.parametrize("is_measured", [False, True], ids=["by blocks", "by its own rates"])
 def test_it_is_the_plans(
     keys: dict[str, Any],
     is_measured: bool,

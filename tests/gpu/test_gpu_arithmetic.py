@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from offloadzero.arithmetic import device_math
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import num_scales
+from offloadzero.core.constants import num_scales
 from offloadzero.native import kernels
-from offloadzero.native.compact import compact_encode
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.device_adam import triton_problem
 from offloadzero.update.spec import UpdateForm

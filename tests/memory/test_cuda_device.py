@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from offloadzero.access.gradient import GradientTensor
+from offloadzero.access.tensor import RemoteTensor
 from offloadzero.config import load_config
 from offloadzero.core.torch_private import fake_tensor_mode
 from offloadzero.engine import runtime
+from offloadzero.engine.join import config_of_rank
 from offloadzero.engine.lifetime import Resources, wait_for_collected
-from offloadzero.engine.process_group import config_of_rank
 from offloadzero.memory.device import CudaDevice, StreamDevice
-from offloadzero.parameters.gradient import GradientTensor
-from offloadzero.parameters.remote import RemoteTensor
 from tests.support.tiny import make_engine, settings, tokens
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offloadzero.memory.slots import Slots
+from offloadzero.memory.arena import Slots
 
 PAGE = 4096
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native import compact, kernels
-from offloadzero.native.kernels import Isa
-
-ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-L2 = replace(ADAMW, decoupled=False)
-
-
-def place(values: Tensor, offset: int) -> Tensor:
-    buffer = torch.empty(values.numel() + offset, dtype=values.dtype)
-    buffer[offset:] = values
-    return buffer[offset:]
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
+from offloadzero.native import kernels
+from tests.native.kernel_states import place
 
 
 @dataclass
@@ -40,7 +29,7 @@ class Record:
     @staticmethod
     def of(master: Tensor, m: Tensor, v: Tensor, **kwargs: object) -> Record:
         record = Record.empty(master.numel())
-        compact.compact_encode(master, m, v, *record.tensors(), **kwargs)
+        kernels.compact_encode(master, m, v, *record.tensors(), **kwargs)
         return record
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -53,15 +42,18 @@ class Record:
         scales = self.scales[num_scales(start) : num_scales(stop)]
         return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
 
-    def step(self, grad: Tensor, **kwargs: object) -> float | None:
-        return compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
+    def step(self, grad: Tensor, **kwargs: object) -> None:
+        kernels.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
 
     def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         out = tuple(torch.empty(self.param.numel()) for _ in range(3))
-        compact.compact_decode(*self.tensors(), *out, **kwargs)
+        kernels.compact_decode(*self.tensors(), *out, **kwargs)
         return out
 
-    def assert_same_bytes(self, other: Record) -> None:
+    def weights(self) -> np.ndarray:
+        return self.decode()[0].numpy()
+
+    def assert_same_bits(self, other: Record) -> None:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.native.kernels import Isa
-from tests.native.compact_records import ADAMW, ISAS, Record
+from tests.native.compact_records import Record
+from tests.native.kernel_states import ADAMW, ISAS
 from tests.native.test_compact_kernels import X, Y, oracle_step, step_of_m, step_of_s
 
 UNIT_M, UNIT_S = 2**18, 2**16  # of a code, in patterns
@@ -34,19 +35,6 @@ def moments_of(grad: Tensor, *, step: int, isa: Isa, record: Record | None = Non
     record = record or Record.empty(grad.numel())
     record.step(grad, hyper=replace(ADAMW, lr=0.0, beta1=0.0, beta2=0.0), step=step, isa=isa)
     return record
-
-
-def test_the_dither_of_every_element_averages_out() -> None:
-    """Below one code; over any 128 steps, and over the elements of any step, near its average of half a code."""
-    units = np.array([[UNIT_M], [UNIT_S]])
-    steps = np.stack([dither(step) for step in range(1, 1025)]) / units - 0.5
-    assert np.abs(steps).max() == 0.5 - 2.0**-15
-    for start in (0, 1, 77, 512, 896):
-        assert np.abs(steps[start : start + 128].mean(axis=0)).max() < 0.0125  # of random ones 0.026 is usual
-    assert np.abs(steps.mean(axis=2)).max() < 0.005
-    m, s = steps[:, 0], steps[:, 1]
-    assert np.abs((m * s).mean(axis=0)).max() < 0.005  # of equal ones 0.083
-    assert np.abs((m * s).mean(axis=1)).max() < 0.01
 
 
 def patterns_above_1(values: np.ndarray, *, span: float) -> np.ndarray:

@@ -1,11 +1,10 @@
-"""The optimizer kernels: the same bits everywhere, and the right ones.
+"""Adam's kernel: the right numbers; and what all kernels use: conversions, norms, copies, threads.
 
 Oracles: numpy in fp64 for one Adam step, torch's own rounding for the dtype conversions, math.fsum for sums.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import subprocess
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.scalars import StepScalars
 from offloadzero.native import _kernels, kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import Isa
-from tests.native.adam_states import (
+from tests.native.kernel_states import (
     ADAMW,
     FLOATS,
     ISAS,
@@ -41,39 +39,6 @@ from tests.support.tiny import script_environment
 from tests.support.warm import run_warm
 
 # --- the same bits whatever runs ---
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_step_same_bits_for_every_isa_thread_count_and_alignment(
-    layout: str, grad_dtype: torch.dtype, n: int
-) -> None:
-    start, grad = make_state(layout, n), make_grad(n, grad_dtype)
-    for hyper in (ADAMW, L2) if n < 10_000 else (ADAMW,):
-        kwargs = {"hyper": hyper, "step": 3, "grad_scale": 0.37}
-        expected = start.copy()
-        expected.step(grad, isa=Isa.SCALAR, num_threads=1, **kwargs)
-        assert not torch.equal(to_bits(expected.exp_avg), to_bits(start.exp_avg))
-        runs = [(isa, 1 + i % 3, offset) for i, isa in enumerate(ISAS) for offset in (0, 1, 7)]
-        runs += [(ISAS[-1], num_threads, 0) for num_threads in (1, 2, 3)]
-        for isa, num_threads, offset in runs:
-            actual = start.copy(offset=offset)
-            actual.step(place(grad, offset), isa=isa, num_threads=num_threads, **kwargs)
-            actual.assert_same_bits(expected)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_step_same_bits_however_a_range_is_cut(layout: str, isa: Isa) -> None:
-    n = 70_001
-    start, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
-    whole, cut = start.copy(), start.copy()
-    whole.step(grad, hyper=ADAMW, step=2, isa=isa, num_threads=2)
-    edges = [0, 1, 18, 4096, 40_003, 40_004, n]
-    for begin, end in itertools.pairwise(edges):
-        cut.piece(begin, end).step(grad[begin:end], hyper=ADAMW, step=2, isa=isa)
-    cut.assert_same_bits(whole)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -95,44 +60,6 @@ def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
     finally:
         torch.set_flush_denormal(False)
     flushed.assert_same_bits(expected)
-
-
-def torch_step(state: State, grad: Tensor, scalars: StepScalars) -> list[Tensor]:
-    """[Note: Adam arithmetic] as separate torch operations: (weights, exp_avg, exp_avg_sq) in fp32."""
-    p = torch.from_numpy(state.weights()).to(grad.device)
-    m, v = state.exp_avg.to(grad.device), state.exp_avg_sq.to(grad.device)
-    g = grad.float() * scalars.grad_scale
-    if scalars.decoupled:
-        p = p * scalars.decay
-    elif scalars.weight_decay:
-        g = g + p * scalars.weight_decay
-    m = m * scalars.beta1 + g * scalars.one_minus_beta1
-    v = v * scalars.beta2 + (g * scalars.one_minus_beta2) * g
-    # On the CPU torch hands sqrt to MKL, which is not correctly rounded; rounding a double's root twice is.
-    root = v.sqrt() if v.is_cuda else v.double().sqrt().float()
-    denom = root * scalars.inv_sqrt_bias_correction2 + scalars.eps
-    p = p - (m * scalars.step_size) / denom
-    return [t.cpu() for t in (p, m, v)]
-
-
-@pytest.mark.parametrize(
-    "hyper", [ADAMW, L2, replace(L2, weight_decay=0.0), replace(ADAMW, bias_correction=False)]
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_separate_torch_operations_give_the_same_bits(device: str, layout: str, hyper: AdamHyper) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    n = 20_011
-    state, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
-    scalars = adam_scalars(hyper, step=5, grad_scale=1 / 3)
-    weights, exp_avg, exp_avg_sq = torch_step(state, grad.to(device), scalars)
-    state.step(grad, hyper=hyper, step=5, grad_scale=1 / 3)
-    assert torch.equal(to_bits(torch.from_numpy(state.weights())), to_bits(weights))
-    assert torch.equal(to_bits(state.exp_avg), to_bits(exp_avg))
-    assert torch.equal(to_bits(state.exp_avg_sq), to_bits(exp_avg_sq))
-    if state.master is not None and state.master.dtype == torch.float32:
-        assert torch.equal(to_bits(state.param), to_bits(weights.to(state.param.dtype)))
 
 
 # --- the right numbers ---
@@ -205,7 +132,7 @@ def test_step_against_fp64(layout: str, grad_dtype: torch.dtype, hyper: AdamHype
 def test_extreme_gradients_leave_finite_weights() -> None:
     """1e30 squared overflows exp_avg_sq: the update is then 0, never NaN; a zero gradient moves nothing."""
     grad = torch.tensor([1e30, -1e30, 0.0, -0.0, 1e-45, 1e-30])
-    state = State(torch.full((6,), 0.5), None, torch.zeros(6), torch.zeros(6))
+    state = State(torch.full((6,), 0.5), None, (torch.zeros(6), torch.zeros(6)))
     state.step(grad, hyper=replace(ADAMW, weight_decay=0.0), step=1)
     assert state.param.isfinite().all()
     assert state.param[:4].tolist() == [0.5] * 4

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadzero.core import limits
-from offloadzero.kernel_arguments import compact, tensors
+from offloadzero.core import constants
 from offloadzero.native import kernels
 from offloadzero.native.kernels import Isa
 
@@ -17,15 +16,15 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 # File and name in C++ -> the number in Python.
 NUMBERS = {
-    ("aio/binding.cpp", "MIN_BLOCK_SIZE"): limits.GRID_BYTES,
-    ("aio/binding.cpp", "MAX_BLOCK_SIZE"): limits.MAX_IO_BLOCK_BYTES,
-    ("aio/binding.cpp", "MAX_THREAD_DEPTH"): limits.MAX_IO_DEPTH,
-    ("aio/binding.cpp", "MAX_NUM_THREADS"): limits.MAX_IO_THREADS,
-    ("cpu_adam/binding.cpp", "MAX_THREADS"): limits.MAX_UPDATE_THREADS,
-    ("cpu_adam/cpu_adam.h", "COMPACT_BLOCK"): compact.COMPACT_BLOCK,
-    ("cpu_adam/kernel_compact.h", "SMALLEST_SCALED"): compact.SMALLEST_SCALED,
-    ("cpu_adam/kernel_compact.h", "SPAN_M"): compact.SPAN_M,
-    ("cpu_adam/kernel_compact.h", "SPAN_S"): compact.SPAN_S,
+    ("aio/binding.cpp", "MIN_BLOCK_SIZE"): constants.GRID_BYTES,
+    ("aio/binding.cpp", "MAX_BLOCK_SIZE"): constants.MAX_IO_BLOCK_BYTES,
+    ("aio/binding.cpp", "MAX_THREAD_DEPTH"): constants.MAX_IO_DEPTH,
+    ("aio/binding.cpp", "MAX_NUM_THREADS"): constants.MAX_IO_THREADS,
+    ("cpu_adam/binding.cpp", "MAX_THREADS"): constants.MAX_UPDATE_THREADS,
+    ("cpu_adam/cpu_adam.h", "COMPACT_BLOCK"): constants.COMPACT_BLOCK,
+    ("cpu_adam/kernel_compact.h", "SMALLEST_SCALED"): constants.SMALLEST_SCALED,
+    ("cpu_adam/kernel_compact.h", "SPAN_M"): constants.SPAN_M,
+    ("cpu_adam/kernel_compact.h", "SPAN_S"): constants.SPAN_S,
 }
 
 
@@ -56,10 +55,10 @@ def enum_of(name: str) -> dict[str, int]:
 
 def test_enums_of_cpp_have_the_codes_of_python() -> None:
     names = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-    assert enum_of("DType") == {names[dtype]: code for dtype, code in tensors.DTYPE_CODE.items()}
+    assert enum_of("DType") == {names[dtype]: code for dtype, code in kernels.DTYPE_CODE.items()}
     assert enum_of("Isa") == {isa.name: kernels.isa_code(isa) for isa in Isa}
     layouts = {
         names[param] + ("" if master is None else "_SPLIT" if master == torch.int16 else "_MASTER"): code
-        for (param, master), code in tensors.LAYOUT_CODE.items()
+        for (param, master), code in kernels.LAYOUT_CODE.items()
     }
     assert enum_of("Layout") == layouts

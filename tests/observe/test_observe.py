@@ -410,7 +410,7 @@ class WaitWatch:
         for kind in (LaneTicket, Promise, AioTicket):
             self._watch(monkeypatch, kind, "wait", lambda ticket: not ticket.done())
         self._watch(monkeypatch, LaneTicket, "order_compute", lambda ticket: not ticket.done())
-        self._watch(monkeypatch, BufferPool, "take", lambda pool: not pool.num_free)
+        self._watch(monkeypatch, BufferPool, "take", lambda pool: not pool._free)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -457,8 +457,10 @@ PLACEMENTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 2)])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "clipping", "accumulation"),
+    [("nvme", 0.0, 1), ("nvme", 1.0, 2), ("all nvme", 0.0, 1), ("states", 1.0, 2), ("device", 0.0, 1)],
+)
 def test_every_wait_of_a_slow_drive_has_a_name(
     placement: str, clipping: float, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import device_math
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import num_scales
-from offloadzero.native.compact import compact_encode
+from offloadzero.core.constants import num_scales
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.native.compact_records import make_grad, make_state
@@ -27,6 +27,10 @@ HYPERS = {
     "uncorrected": AdamHyper(5e-2, 0.0, 0.9, eps=0.0, weight_decay=0.0, bias_correction=False),
     # Scalars that are subnormal in fp32, or on the border from which the compact layout does not divide by them.
     "tiny": AdamHyper(lr=2.0**-101, beta1=0.9, beta2=0.99, eps=1e-41, weight_decay=1e-40, decoupled=False),
+}
+BORDERS = {
+    "the smallest step": AdamHyper(lr=2.0**-100, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
+    "no step": AdamHyper(lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
 }
 # Parameter, master: None stands for no master, int8 for the compact layout.
 LAYOUTS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -43,7 +47,9 @@ CASES = [
     *(("fp32", torch.float32, hyper) for hyper in HYPERS),
     ("fp16 and master", torch.float16, "AdamW"),
     ("bf16 and master", torch.bfloat16, "L2"),
+    *(("compact", torch.bfloat16, hyper) for hyper in BORDERS),
 ]
+HYPERS |= BORDERS
 
 State = dict[str, Tensor]
 
@@ -66,7 +72,16 @@ def make(layout: str, num_elements: int, *, seed: int = 0) -> State:
     return {**state, "exp_avg": m, "exp_avg_sq": v}
 
 
-def take_step(state: State, grad: Tensor, form: UpdateForm, step: int, hyper: AdamHyper, **more: Any) -> None:
+def take_step(
+    state: State,
+    grad: Tensor,
+    form: UpdateForm,
+    step: int,
+    hyper: AdamHyper,
+    *,
+    grad_scale: float = 0.7,
+    **more: Any,
+) -> None:
     device_adam.adam_step(
         state["param"],
         grad,
@@ -74,7 +89,7 @@ def take_step(state: State, grad: Tensor, form: UpdateForm, step: int, hyper: Ad
         state["exp_avg_sq"],
         hyper=hyper,
         step=step,
-        grad_scale=0.7,
+        grad_scale=grad_scale,
         master=state.get("master"),
         scales=state.get("scales"),
         form=form,
@@ -101,6 +116,7 @@ def compare(
     num_elements: int,
     hyper: str,
     steps: Sequence[int] = (1, 7, 2**32 - 5),
+    **more: Any,
 ) -> None:
     """Some steps, from one state, in a form and in the host's kernels."""
     ours = make(layout, num_elements)
@@ -108,7 +124,7 @@ def compare(
     for step in steps:
         grad = make_grad(num_elements, grad_dtype, seed=step)
         take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS[hyper])
-        take_step(ours, grad, form, step, HYPERS[hyper])
+        take_step(ours, grad, form, step, HYPERS[hyper], **more)
         assert_same(ours, kernels)
 
 
@@ -125,9 +141,9 @@ def extremes(layout: str, form: UpdateForm) -> None:
     grad = make_grad(2500, torch.float32)
     grad[2000:2004] = torch.tensor([3e38, -1e38, 1e30, 2e19])
     grad[2200], grad[2400], grad[2450] = INF, NAN, -INF
-    for step in (1, 2):
-        take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS["L2"])
-        take_step(ours, grad, form, step, HYPERS["L2"])
+    for step, grad_scale in ((1, 0.7), (2, 0.7), (3, 0.0)):
+        take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS["L2"], grad_scale=grad_scale)
+        take_step(ours, grad, form, step, HYPERS["L2"], grad_scale=grad_scale)
         assert ours["param"][40].isnan(), "not zero"
         assert ours["param"].isnan().any()
         is_lost = ours["param"].isnan()

@@ -17,14 +17,12 @@ import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.compact import compact_adam_step, compact_encode
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.native.kernels import compact_adam_step, compact_encode
 from offloadzero.planning.homes import place
-from offloadzero.planning.memory_plan import plan_memory
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record, make_record
+from offloadzero.update.records import Record, make_record, segment_slice
 from offloadzero.update.specs.adam import ADAM
 from tests.support.cases import IN_FULL
 from tests.support.checkpoints import reseal
@@ -112,8 +110,7 @@ def assert_same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # --- placement ---
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (0.5, 2)])
 def test_placement_is_invisible(tmp_path: Path, clipping: float, accumulation: int) -> None:
     over = {"clipping": clipping, "accumulation": accumulation}
     resident, resident_bytes = run(tmp_path, "resident", **over)
@@ -219,7 +216,7 @@ def test_every_chunk_is_on_the_grid_of_direct_io(sizes: list[int]) -> None:
     """Chunks follow one another without gaps up to each segment's end, in whole blocks of 4096 bytes."""
     record = make(sizes)
     assert all(slot.offset % COMPACT_BLOCK == 0 for slot in record.slots)
-    for kind, (dtype, num_elements) in record.layout().items():
+    for kind, (dtype, num_elements) in record.layout.items():
         end = 0
         for start in range(0, record.num_trainable, 65_536):
             part = record.chunk_slice(kind, start, min(start + 65_536, record.num_trainable))
@@ -241,39 +238,6 @@ def test_a_block_belongs_to_one_parameter() -> None:
             seen |= set(range(part.start, part.stop))
     with pytest.raises(AssertionError, match="inside a block"):
         segment_slice(SegmentKind.SCALES, 64, 128)
-
-
-def test_only_bf16_records_are_compact() -> None:
-    for dtype in (torch.float32, torch.float16):
-        params = [("w", nn.Parameter(torch.zeros(300)), 0)]
-        record = make_record(0, "unit", dtype, params, spec=ADAM, compact=True)
-        assert not record.compact
-        assert record.layout() == make_record(0, "unit", dtype, params, spec=ADAM).layout()
-
-
-def test_bytes_per_parameter_on_the_host() -> None:
-    """Llama 7B with everything on the host and nothing on the device: homes, gradients in passing, no staging."""
-    width, inner, vocabulary = 4096, 11_008, 32_000
-    block = [*[width * width] * 4, *[width * inner] * 3, width, width]
-    sizes = [[vocabulary * width], *[block] * 32, [width], [vocabulary * width]]
-    records = []
-    for index, unit in enumerate(sizes):
-        record = make(unit)
-        record.index, record.grad_dtype = index, torch.bfloat16
-        records.append(record)
-    tiers = MappingProxyType(
-        dict.fromkeys(
-            (SegmentKind.PARAM, SegmentKind.MASTER, SegmentKind("exp_avg"), SegmentKind("exp_avg_sq")),
-            TierName.HOST,
-        )
-    )
-    config = OffloadConfig(placement=PlacementConfig(rules=(PlacementRule(tiers=tiers),)))
-    plan = plan_memory(records, config)
-    num_params = sum(record.num_params for record in records)
-    assert num_params > 6.7e9
-    assert 5.06 < plan.tier_bytes(TierName.HOST) / num_params <= 5.3
-    homes = sum(line.num_bytes for line in plan.lines if line.what.startswith("home: "))
-    assert homes / num_params <= 5.07
 
 
 def test_the_scales_live_with_the_first_moment_unless_placed() -> None:

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import compact_math, device_math
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode
-from offloadzero.update import device_adam
-from offloadzero.update.spec import UpdateForm
-from tests.native.compact_records import make_grad, make_state
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
+from offloadzero.native.kernels import compact_decode, compact_encode
+from tests.native.compact_records import make_state
 from tests.native.test_compact_dither import dither
 
 Record = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, remainder, exp_avg, exp_avg_sq, scales
@@ -119,64 +116,6 @@ def test_every_code_of_many_random_blocks_is_the_kernels() -> None:
 def test_the_dither_is_the_written_one(step: int) -> None:
     ours = torch.stack(compact_math.code_dither(step, torch.device("cpu")))
     assert torch.equal(ours.long(), torch.from_numpy(dither(step)))
-
-
-def step_both(
-    ours: Record, kernels: Record, grad: Tensor, *, hyper: AdamHyper, step: int, grad_scale: float
-) -> None:
-    param, remainder, exp_avg, exp_avg_sq, scales = ours
-    device_adam.adam_step(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        hyper=hyper,
-        step=step,
-        grad_scale=grad_scale,
-        master=remainder,
-        scales=scales,
-        form=UpdateForm.TORCH,
-        scratch=torch.full((9 * COMPACT_BLOCK * 52 - 1,), 0xFF, dtype=torch.uint8),  # eight blocks
-    )
-    compact_adam_step(
-        kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=grad_scale, num_threads=1
-    )
-
-
-@pytest.mark.parametrize("lr", [1e-2, 2.0**-100, 2.0**-101, 0.0])
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_step_is_the_kernels_bit_by_bit(
-    dtype: torch.dtype, weight_decay: float, decoupled: bool, lr: float
-) -> None:
-    """Five steps from a state with every magnitude, subnormals among them, in pieces of eight blocks."""
-    hyper = AdamHyper(lr, 0.9, 0.99, 1e-8, weight_decay, decoupled=decoupled)
-    ours = encode(*make_state(4097))
-    kernels = tuple(tensor.clone() for tensor in ours)
-    for step in range(1, 6):
-        grad = make_grad(4097, dtype, seed=step)
-        step_both(ours, kernels, grad, hyper=hyper, step=step, grad_scale=0.7)
-        assert ours[0].isfinite().all()
-        assert_same(ours, kernels)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("grad_scale", [1.0, 0.0])
-def test_the_step_on_extremes_is_the_kernels(grad_scale: float, weight_decay: float) -> None:
-    """Gradients that overflow a moment, and some that are not finite; times 0 they become NaN in the kernel."""
-    hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, weight_decay, decoupled=False)
-    ours = encode(*make_state(4097, seed=2))
-    kernels = tuple(tensor.clone() for tensor in ours)
-    grad = make_grad(4097, torch.float32)
-    grad[2000:2004] = torch.tensor([3e38, -1e38, 1e30, 2e19])
-    grad[2200], grad[2400], grad[2600] = INF, NAN, -INF
-    for step in (1, 2):
-        step_both(ours, kernels, grad, hyper=hyper, step=step, grad_scale=grad_scale)
-        lost = ours[0].isnan()
-        assert lost.any()
-        kernels[1][lost] = ours[1][lost]
-        assert_same(ours, kernels)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

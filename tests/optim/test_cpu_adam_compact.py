@@ -11,38 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.arithmetic import compact_math
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
-from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.optim.cpu_optimizers import CPUAdam
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
+from tests.optim.test_cpu_optimizers import SHAPES, clones, make_params, set_grads, train
 
-SHAPES = [(1,), (257, 33), (1000,), (4097,)]
 CODES = ("master_remainder", "exp_avg_e2m5", "exp_avg_sq_e1m7", "scales")
-
-
-def make_params(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype)) for shape in SHAPES]
-
-
-def clones(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [nn.Parameter(param.detach().clone()) for param in params]
-
-
-def set_grads(step: int, *param_lists: list[nn.Parameter]) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for same in zip(*param_lists, strict=True):
-        grad = torch.randn(same[0].shape, generator=generator) * 0.01
-        for param in same:
-            param.grad = grad.to(param.dtype)
-
-
-def train(optimizer: CPUAdam, params: list[nn.Parameter], steps: range) -> None:
-    for step in steps:
-        set_grads(step, params)
-        optimizer.step()
 
 
 def assert_same_state(
@@ -65,7 +42,7 @@ def assert_same_state(
 )
 @pytest.mark.parametrize("maximize", [False, True])
 def test_the_steps_are_those_of_the_torch_twin(options: dict[str, Any], maximize: bool) -> None:
-    params = make_params()
+    params = make_params(torch.bfloat16)
     optimizer = CPUAdam(params, state_layout="compact", **options)
     optimizer.param_groups[0]["maximize"] = maximize
     expected = clones(params)
@@ -113,17 +90,8 @@ def test_the_steps_are_those_of_the_torch_twin(options: dict[str, Any], maximize
         assert optimizer.state[param]["step"] == 5
 
 
-def test_five_bytes() -> None:
-    param = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
-    optimizer = CPUAdam([param], state_layout="compact")
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    num_bytes = param.nbytes + sum(t.nbytes for key, t in optimizer.state[param].items() if key != "step")
-    assert num_bytes / param.numel() == 5 + 8 / COMPACT_BLOCK
-
-
 def test_its_state_dict_continues_bit_by_bit() -> None:
-    params = make_params()
+    params = make_params(torch.bfloat16)
     optimizer = CPUAdam(params, state_layout="compact")
     train(optimizer, params, range(1, 5))
     file = io.BytesIO()
@@ -139,7 +107,7 @@ def test_its_state_dict_continues_bit_by_bit() -> None:
 
 
 def test_copies_keep_the_layout() -> None:
-    params = make_params()
+    params = make_params(torch.bfloat16)
     optimizer = CPUAdam(params, state_layout="compact")
     train(optimizer, params, range(1, 3))
     twin, others = copy.deepcopy((optimizer, params))
@@ -151,7 +119,7 @@ def test_copies_keep_the_layout() -> None:
 
 @pytest.mark.parametrize("source", ["CPUAdam", "AdamW"])
 def test_an_fp32_state_loads_within_the_stated_error(source: str) -> None:
-    params = make_params()
+    params = make_params(torch.bfloat16)
     exact: torch.optim.Optimizer = CPUAdam(params) if source == "CPUAdam" else torch.optim.AdamW(params)
     for step in range(1, 8):
         set_grads(step, params)
@@ -203,7 +171,7 @@ def test_every_remainder_is_cut_to_the_nearest_that_keeps_the_parameter() -> Non
 
 
 def test_a_compact_state_loads_into_fp32_exactly() -> None:
-    params = make_params()
+    params = make_params(torch.bfloat16)
     optimizer = CPUAdam(params, state_layout="compact")
     train(optimizer, params, range(1, 6))
     others = clones(params)
@@ -259,7 +227,7 @@ def test_other_parameters_keep_the_fp32_layout() -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    params = make_params()
+    params = make_params(torch.bfloat16)
     with pytest.raises(ConfigError, match="state_layout = 'int8': allowed: fp32, compact"):
         CPUAdam(params, state_layout="int8")
     optimizer = CPUAdam(params, state_layout="compact")

@@ -9,19 +9,18 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.native.compact_records import make_grad
 from tests.optim.device_states import (
-    ADAMW,
     CASES,
     HYPERS,
     LAYOUTS,
@@ -104,62 +103,6 @@ def compare_at_odd_offsets(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranges_of_a_record(interpreter: TritonProcess, layout: str) -> None:
     interpreter(compare_at_odd_offsets, layout)
-
-
-# --- bytes moved ---
-
-
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """Bytes that interpreted kernels read and write: of the elements that a mask lets through."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    moved = {"read": 0, "written": 0}
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def counting_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
-        moved["read"] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-        return load(self, pointers, mask, *args)
-
-    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
-        moved["written"] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-        return store(self, pointers, value, mask, *args)
-
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = (
-        counting_load,
-        counting_store,
-    )
-    try:
-        yield moved
-    finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
-
-
-def bytes_of_a_step(layout: str, grad_dtype: torch.dtype, num_elements: int) -> dict[str, int]:
-    state, grad = make(layout, num_elements), make_grad(num_elements, grad_dtype)
-    with counted_bytes() as moved:
-        take_step(state, grad, UpdateForm.TRITON, 1, ADAMW)
-    return moved
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("layout", "grad_dtype", "read", "written"),
-    [
-        ("bf16 and remainder", torch.bfloat16, 14, 12),
-        ("bf16 and remainder", torch.float32, 16, 12),
-        ("fp32", torch.float32, 16, 12),
-        ("fp16 and master", torch.float16, 14, 14),
-        ("compact", torch.bfloat16, 7, 5),
-    ],
-)
-def test_every_byte_moves_once(
-    interpreter: TritonProcess, layout: str, grad_dtype: torch.dtype, read: int, written: int
-) -> None:
-    for num_elements in (511, 4097):
-        scales = 4 * num_scales(num_elements) if layout == "compact" else 0
-        moved = interpreter(bytes_of_a_step, layout, grad_dtype, num_elements)
-        assert moved == {"read": read * num_elements + scales, "written": written * num_elements + scales}
 
 
 # --- what a GPU would run ---
@@ -253,11 +196,6 @@ def test_what_a_gpu_runs_is_rounded_once_and_moves_each_byte_once(
     assert (names.count("fma.rn.f32") > 0) == (layout == "compact"), "only the compact layout asks for them"
     for operation in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32"):
         assert operation in names
-
-
-@needs_triton
-def test_a_contracted_product_would_show(compiler: TritonProcess) -> None:
-    assert "fma.rn.f32" in instructions(compiler(compiled, "fp32", torch.float32, 90, False, True))
 
 
 # --- the first try ---

@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadzero.arithmetic import device_math, torch_adam
-from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.arithmetic import device_math, torch_steps
+from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
+from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.core.segments import TierName
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.native import kernels
-from offloadzero.planning import engine_plan
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.update import spec
 from offloadzero.update.device_adam import choose_form
 from offloadzero.update.spec import FormChoice, UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 from tests.native.compact_records import make_grad
-from tests.optim.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, extremes, make, take_step
+from tests.optim.device_states import ADAMW, CASES, LAYOUTS, compare, extremes, make, take_step
 from tests.planning.test_memory_plan import config, everything, records
-from tests.support.tiny import all_states, make_engine, settings, train
 
 CPU = torch.device("cpu")
 
@@ -42,13 +39,7 @@ def scratch_for(layout: str, num_blocks: int) -> Tensor:
 
 @pytest.mark.parametrize(("layout", "grad_dtype", "hyper"), CASES, ids=str)
 def test_the_torch_form_gives_the_host_kernels_bits(layout: str, grad_dtype: torch.dtype, hyper: str) -> None:
-    ours = make(layout, 1500)
-    kernels = {name: array.clone() for name, array in ours.items()}
-    for step in (1, 7, 2**32 - 5):
-        grad = make_grad(1500, grad_dtype, seed=step)
-        take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS[hyper])
-        take_step(ours, grad, UpdateForm.TORCH, step, HYPERS[hyper], scratch=scratch_for(layout, 5))
-        assert_same(ours, kernels)
+    compare(UpdateForm.TORCH, layout, grad_dtype, 1500, hyper, scratch=scratch_for(layout, 5))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +69,7 @@ def test_the_torch_form_takes_nothing_beside_its_scratch(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for numbers per block, and the dither of one block. A device has no need of fp64 for a root."""
-    monkeypatch.setattr(torch_adam, "sqrt_", Tensor.sqrt_)
+    monkeypatch.setattr(torch_steps, "sqrt_", Tensor.sqrt_)
     num_blocks = 300
     state, grad = make(layout, 40_000), make_grad(40_000, torch.bfloat16)
     scratch = scratch_for(layout, num_blocks)
@@ -183,31 +174,6 @@ def test_only_updates_on_the_device_in_torch_operations_take_scratch() -> None:
             expected = 8192 * FP32_SCRATCH_BYTES if has_scratch else 0
             assert plan.update_scratch_bytes == expected
             assert sum(line.num_bytes for line in plan.lines if line.what == "update scratch") == expected
-
-
-@pytest.mark.parametrize("state_layout", ["fp32", "compact"])
-def test_an_engine_whose_records_are_updated_in_torch_operations(
-    state_layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same bits as with the kernels, in pieces, in scratch that was reserved."""
-
-    def run() -> tuple[list[float], dict[str, Tensor], str]:
-        engine = make_engine(settings(placement="device", state_layout=state_layout))
-        losses = train(engine, num_steps=3)
-        states, table = all_states(engine), engine.memory_table()
-        assert engine.optimizer.runtime.store.device.free_bytes == 0
-        engine.close()
-        return losses, states, table
-
-    losses, states, table = run()
-    assert "update scratch" not in table
-    monkeypatch.setattr(engine_plan, "device_form", lambda *_: UpdateForm.TORCH)
-    monkeypatch.setattr(spec, "SCRATCH_ELEMENTS", 4096)
-    other_losses, other_states, other_table = run()
-    assert "update scratch" in other_table
-    assert other_losses == losses
-    for name, expected in states.items():
-        assert torch.equal(other_states[name], expected), name
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8])

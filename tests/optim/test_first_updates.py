@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.sgd import SgdHyper
+from offloadzero.native.hyper import SgdHyper
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.sgd import MOMENTUM_BUFFER, SGD
 from tests.support.tiny import make_engine, settings

@@ -7,22 +7,22 @@ import io
 import math
 import warnings
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from offloadzero.config import SchedulerConfig
-from offloadzero.errors import ConfigError
-from offloadzero.lr_schedules import (
+from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
+from offloadzero.api.deepspeed.schedules import (
     DEEPSPEED_SCHEDULES,
-    LRRangeTest,
     OneCycle,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    build_lr_scheduler,
 )
+from offloadzero.config import SchedulerConfig
+from offloadzero.errors import ConfigError
 
 
 def adam(*lrs: float) -> torch.optim.AdamW:
@@ -59,18 +59,62 @@ def test_warmup_log(warmup: int) -> None:
     assert run(optimizer, schedule, 120) == pytest.approx(expected)
 
 
-def test_warmup_linear_by_hand() -> None:
-    optimizer = adam()
-    schedule = WarmupLR(optimizer, warmup_max_lr=8.0, warmup_num_steps=4, warmup_type="linear")
+STAIRS = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0}
+# What it is, its arguments, and the rates of the first steps.
+BY_HAND: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     # The minimum twice (iterations -1 and 0), then a quarter of the way each step.
-    assert run(optimizer, schedule, 8) == pytest.approx([0, 0, 2, 4, 6, 8, 8, 8])
+    "linear": (
+        "WarmupLR",
+        {"warmup_max_lr": 8.0, "warmup_num_steps": 4, "warmup_type": "linear"},
+        [0, 0, 2, 4, 6, 8, 8, 8],
+    ),
+    # A warmup is at least two iterations.
+    **{
+        f"{warmup} iterations": (
+            "WarmupLR",
+            {"warmup_max_lr": 1.0, "warmup_num_steps": warmup, "warmup_type": "linear"},
+            [0, 0, 0.5, 1],
+        )
+        for warmup in (0, 1)
+    },
+    "decay": (
+        "WarmupDecayLR",
+        {
+            "total_num_steps": 6,
+            "warmup_min_lr": 1.0,
+            "warmup_max_lr": 5.0,
+            "warmup_num_steps": 2,
+            "warmup_type": "linear",
+        },
+        [1, 1, 3, 5, 4, 3, 2, 1, 1, 1],
+    ),
+    "range test": ("LRRangeTest", STAIRS, [1, 1.5, 2, 2.5, 3]),
+    "range test in stairs": ("LRRangeTest", {**STAIRS, "lr_range_test_staircase": True}, [1, 1, 2, 2, 3]),
+    # DeepSpeed's phase is 0 again where the only half ends: the peak itself is never reached.
+    "a cycle without a second half": (
+        "OneCycle",
+        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 4, "cycle_second_step_size": 0},
+        [0, 0.25, 0.5, 0.75, 0, 0, 0, 0],
+    ),
+    "a cycle in stairs": (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0,
+            "cycle_max_lr": 1,
+            "cycle_first_step_size": 6,
+            "cycle_second_step_size": 4,
+            "cycle_first_stair_count": 2,
+        },
+        [0, 0, 0, 0.5, 0.5, 0.5, 1, 0.5, 0.5, 0, 0, 0],
+    ),
+}
 
 
-@pytest.mark.parametrize("warmup", [0, 1])
-def test_a_warmup_is_at_least_two_iterations(warmup: int) -> None:
+@pytest.mark.parametrize("name", BY_HAND)
+def test_rates_by_hand(name: str) -> None:
+    schedule, params, expected = BY_HAND[name]
     optimizer = adam()
-    schedule = WarmupLR(optimizer, warmup_max_lr=1.0, warmup_num_steps=warmup, warmup_type="linear")
-    assert run(optimizer, schedule, 4) == pytest.approx([0, 0, 0.5, 1])
+    assert run(optimizer, build(schedule, optimizer, **params), len(expected)) == pytest.approx(expected)
 
 
 def test_warmup_max_lr_defaults_to_each_groups_own_rate() -> None:
@@ -97,14 +141,6 @@ def test_warmup_bounds_of_each_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [2, 3]
 
 
-def test_warmup_decay_by_hand() -> None:
-    optimizer = adam()
-    schedule = WarmupDecayLR(
-        optimizer, 6, warmup_min_lr=1.0, warmup_max_lr=5.0, warmup_num_steps=2, warmup_type="linear"
-    )
-    assert run(optimizer, schedule, 10) == pytest.approx([1, 1, 3, 5, 4, 3, 2, 1, 1, 1])
-
-
 def test_warmup_decay_keeps_deepspeeds_default_maximum() -> None:
     optimizer = adam(0.5)
     schedule = WarmupDecayLR(optimizer, 10, warmup_num_steps=2)
@@ -125,19 +161,6 @@ def test_warmup_cosine(warmup_type: str) -> None:
     expected += [2.0 * (0.1 + 0.9 * math.cos(math.pi * k / 30) ** 2) for k in range(1, 16)]
     expected += [0.2] * 9
     assert run(optimizer, schedule, 30) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("staircase", "expected"), [(False, [1, 1.5, 2, 2.5, 3]), (True, [1, 1, 2, 2, 3])])
-def test_lr_range_test(staircase: bool, expected: list[float]) -> None:
-    optimizer = adam()
-    schedule = LRRangeTest(
-        optimizer,
-        lr_range_test_min_lr=1.0,
-        lr_range_test_step_size=2,
-        lr_range_test_step_rate=1.0,
-        lr_range_test_staircase=staircase,
-    )
-    assert run(optimizer, schedule, 5) == pytest.approx(expected)
 
 
 def one_cycle_reference(iteration: int, first: int, second: int, low: float, high: float) -> float:
@@ -164,21 +187,6 @@ def test_one_cycle_and_decay(first: int, second: int | None) -> None:
     expected = [one_cycle_reference(i, first, down, 0.1, 1.0) for i in range(-1, total)]
     expected += [0.1 / (1 + 0.5 * k / 4) for k in range(1, 10)]
     assert run(optimizer, schedule, total + 10) == pytest.approx(expected)
-
-
-def test_one_cycle_without_a_second_half_by_hand() -> None:
-    """DeepSpeed's phase is 0 again where the only half ends: the peak itself is never reached."""
-    optimizer = adam()
-    schedule = OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=4, cycle_second_step_size=0)
-    assert run(optimizer, schedule, 8) == pytest.approx([0, 0.25, 0.5, 0.75, 0, 0, 0, 0])
-
-
-def test_one_cycle_stairs_by_hand() -> None:
-    optimizer = adam()
-    schedule = OneCycle(
-        optimizer, 0.0, 1.0, cycle_first_step_size=6, cycle_second_step_size=4, cycle_first_stair_count=2
-    )
-    assert run(optimizer, schedule, 12) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.5, 1, 0.5, 0.5, 0, 0, 0])
 
 
 def test_one_cycle_moves_the_first_beta() -> None:
@@ -242,7 +250,9 @@ PARAMS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", DEEPSPEED_SCHEDULES)
 def test_a_saved_state_continues_the_schedule(name: str) -> None:
     whole_optimizer = adam()
-    whole = run(whole_optimizer, build(name, whole_optimizer, **PARAMS[name]), 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # ordinary use has none
+        whole = run(whole_optimizer, build(name, whole_optimizer, **PARAMS[name]), 20)
 
     optimizer = adam()
     schedule = build(name, optimizer, **PARAMS[name])
@@ -302,14 +312,6 @@ def test_a_step_to_an_iteration(name: str) -> None:
     assert optimizer.param_groups[0]["lr"] == states[15][0]
     with pytest.raises(ConfigError, match="whole number, at least -1"):
         schedule.step(-2)
-
-
-@pytest.mark.parametrize("name", DEEPSPEED_SCHEDULES)
-def test_no_warning_in_ordinary_use(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = adam()
-        run(optimizer, build(name, optimizer, **PARAMS[name]), 20)
 
 
 def test_a_tensor_rate_is_filled_in_place() -> None:

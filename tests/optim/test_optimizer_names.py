@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
-from offloadzero.config.optimizer import OPTIMIZERS
+from offloadzero.config.schema import OPTIMIZERS
 from offloadzero.update.specs import KNOWN_CLASSES, SPECS
 
 DOCS = Path(__file__).parents[2] / "docs"

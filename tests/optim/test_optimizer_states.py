@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
+from tests.support.cases import each_pair
 from tests.support.models import Stack, features
 from tests.support.plain_form import final_weights, make_model, make_optimizer, offloaded, plain_config
 from tests.support.tiny import make_engine, settings, tokens, train
@@ -49,9 +50,10 @@ CHANGES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
 }
 
 
-@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
-@pytest.mark.parametrize("write", [by_state, by_state_dict])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "write", "placement"),
+    each_pair(CHANGES, [by_state, by_state_dict], ["resident", "host", "nvme"]),
+)
 def test_what_is_written_into_states_arrives(name: str, write: Any, placement: str, tmp_path: Path) -> None:
     key, change = CHANGES[name]
     plain = make_model()

@@ -126,17 +126,6 @@ def test_the_rates_betas_and_losses_of_torch(name: str, made_on: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.usefixtures("no_warnings")
-def test_a_cycled_beta_changes_the_losses() -> None:
-    """The oracle of the test above can tell: without the cycle of the betas the losses are others."""
-
-    def without(opt: torch.optim.Optimizer) -> Any:
-        return lr_scheduler.OneCycleLR(opt, [2e-2, 5e-3], total_steps=NUM_STEPS + 1, cycle_momentum=False)
-
-    losses, still = plain_run(SCHEDULERS["OneCycleLR"])[0], plain_run(without)[0]
-    assert losses[-1] != pytest.approx(still[-1], rel=1e-3)
-
-
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.usefixtures("no_warnings")
 def test_a_saved_scheduler_goes_on(name: str) -> None:

@@ -19,13 +19,13 @@ from offloadzero.config import AioConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine import build
 from offloadzero.errors import AioError, OffloadError
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.step import landing
 from offloadzero.update.delivery import UpdateTicket
 from offloadzero.update.flat_layout import ParamSlot
@@ -33,6 +33,7 @@ from offloadzero.update.pipeline import RecordUpdate, UpdatePipeline
 from offloadzero.update.records import Record, UpdateRange, make_record, update_ranges
 from offloadzero.update.specs.adam import ADAM
 from tests.simulated.device import simulated
+from tests.support.cases import each_pair
 from tests.support.faults import observes
 from tests.support.tiny import all_states, make_engine, run_script, settings
 from tests.support.training import make_config, run_engine
@@ -53,6 +54,11 @@ class Bench:
 
     store: TieredStore
     pipeline: UpdatePipeline
+
+    def apply(self, updates: Sequence[RecordUpdate]) -> None:
+        for update in updates:
+            self.pipeline.submit(update)
+        self.wait(updates)
 
     def wait(self, updates: Sequence[RecordUpdate]) -> None:
         for update in updates:
@@ -261,10 +267,7 @@ def test_every_combination_of_tiers(
     ]  # fmt: skip
     assert len(cases) == 3 ** len(kinds)
     for _ in range(2):
-        updates = [case.update(bench, case.record.trainable_slots) for case in cases]
-        for update in updates:
-            bench.pipeline.submit(update)
-        bench.wait(updates)
+        bench.apply([case.update(bench, case.record.trainable_slots) for case in cases])
     for case in cases:
         case.check(bench)
 
@@ -279,9 +282,10 @@ SPREAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("chunk_elements", [4096, 8192, 12288, 1 << 20])
-@pytest.mark.parametrize("num_slots", [2, 3, 5])
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("chunk_elements", "num_slots", "num_threads"),
+    each_pair([4096, 8192, 12288, 1 << 20], [2, 3, 5], [1, 2]),
+)
 def test_chunks_slots_and_threads_change_nothing(
     make_bench: MakeBench, chunk_elements: int, num_slots: int, num_threads: int
 ) -> None:
@@ -291,10 +295,7 @@ def test_chunks_slots_and_threads_change_nothing(
         for number, tiers in enumerate(SPREAD)
     ]  # fmt: skip
     for _ in range(3):
-        updates = [case.update(bench, case.record.trainable_slots) for case in cases]
-        for update in updates:
-            bench.pipeline.submit(update)
-        bench.wait(updates)
+        bench.apply([case.update(bench, case.record.trainable_slots) for case in cases])
     for case in cases:
         case.check(bench)
 
@@ -309,52 +310,9 @@ def test_parts_of_a_record_with_their_own_groups_and_steps(
     slots = case.record.trainable_slots
     for chosen in ([0, 1, 2, 3], [1], [0, 3], [2], [], [3, 2, 1]):
         update = case.update(bench, [slots[i] for i in chosen], grad_scale=0.25)
-        bench.pipeline.submit(update)
-        bench.wait([update])
+        bench.apply([update])
         case.check(bench)
     assert len({slot.step for slot in slots}) > 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tiers", SPREAD)
-def test_against_torch_in_double(
-    make_bench: MakeBench, tiers: dict[SegmentKind, TierName], dtype: torch.dtype
-) -> None:
-    bench = make_bench()
-    case = make_case(bench, tiers, dtype=dtype, grad_dtype=torch.float32, sizes=((6007,),), groups=(0,))
-    hyper, (slot,) = HYPERS[0], case.record.trainable_slots
-    first = case.plain.param.double()
-    if dtype is torch.bfloat16:
-        assert case.plain.master is not None
-        joined = torch.empty(case.record.num_trainable)
-        kernels.join_master(case.plain.param[: joined.numel()], case.plain.master, joined)
-        first = joined.double()
-    elif case.plain.master is not None:
-        first = case.plain.master.double()
-    weights = nn.Parameter(first[: slot.num_elements].clone())
-    optimizer = torch.optim.AdamW(
-        [weights], lr=hyper.lr, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps, weight_decay=hyper.weight_decay
-    )  # fmt: skip
-    for _ in range(5):
-        update = case.update(bench, [slot], grad_scale=0.5)
-        grad = torch.zeros(case.record.num_trainable)
-        if isinstance(update.grad, torch.Tensor):
-            grad = update.grad.clone()
-        else:
-            bench.store.read(update.grad, grad).wait()
-        weights.grad = grad[: slot.num_elements].double() * 0.5
-        optimizer.step()
-        bench.pipeline.submit(update)
-        bench.wait([update])
-    found = torch.zeros(case.record.num_elements, dtype=dtype)
-    bench.store.read(case.record.segments[SegmentKind.PARAM], found).wait()
-    part = found[: slot.num_elements].double()
-    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}[dtype]
-    torch.testing.assert_close(part, weights.detach(), rtol=rounding, atol=1e-6)
-    moments = torch.zeros(case.record.num_trainable)
-    bench.store.read(case.record.segments[SegmentKind("exp_avg_sq")], moments).wait()
-    expected = optimizer.state[weights]["exp_avg_sq"]
-    torch.testing.assert_close(moments[: slot.num_elements].double(), expected, rtol=2e-6, atol=1e-12)
 
 
 # --- order, hand-over, failures ---
@@ -394,8 +352,7 @@ def test_the_gradient_is_handed_back_when_it_was_read(make_bench: MakeBench) -> 
             spoiled.set()
 
         update.on_release = spoil
-        bench.pipeline.submit(update)
-        bench.wait([update])
+        bench.apply([update])
         assert spoiled.is_set()
         case.check(bench)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import offloadzero
 from offloadzero import OffloadError, zero
-from offloadzero.parameters.weight import AwayParameter
+from offloadzero.access.parameter import AwayParameter
 from tests.parameters.access_model import OPTIONS, Net, PlainBf16AdamW, Probe, Run, nothing
 from tests.parameters.access_ways import KEPT_READS, MADE_READS, READS, UNUSUAL_WRITES, WRITES, Write
 from tests.support.training import Config

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import offloadzero
+from offloadzero.access.dtensors import LocalParameters
 from offloadzero.core.torch_private import memory_of_dtensor
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.streaming import saved_tensor_hooks
 from tests.support import meshes
 from tests.support.training import make_config

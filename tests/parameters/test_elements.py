@@ -68,28 +68,6 @@ def test_an_element_is_formatted_and_a_tensor_made_as_of_an_ordinary_one(what: s
     assert FORMATTED[what](*ours) == FORMATTED[what](*plain)
 
 
-WRITTEN: dict[str, Callable[[Net], Any]] = {
-    "data.apply_": lambda m: m.lin.weight.data.apply_(lambda x: 2 * x + 1),
-    "detach().apply_": lambda m: m.lin.weight.detach().apply_(lambda x: 3 * x),
-    "frozen apply_": lambda m: m.lin.bias.requires_grad_(False).apply_(lambda x: x - 1).requires_grad_(True),
-    "data.map_": lambda m: m.lin.weight.data.map_(m.lin.weight.data, lambda x, y: x + 2 * y),
-    "a row's apply_": lambda m: m.lin.weight.data[1].apply_(lambda x: 7 * x),
-    "grad.apply_": lambda m: m.lin.weight.grad.apply_(lambda x: x * 0.5),  # type: ignore[union-attr]
-}
-
-
-@pytest.mark.parametrize("what", WRITTEN)
-def test_functions_of_python_are_applied_to_each_element(what: str, both: Any) -> None:
-    (plain, plain_optimizer), (model, optimizer) = both
-    for one, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
-        its_optimizer.zero_grad()
-        one(torch.ones(2, 5)).backward()
-        WRITTEN[what](one)
-        its_optimizer.step()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
-
-
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "set_": lambda m: m.lin.weight.set_(torch.ones(3, 5)),  # type: ignore[call-overload]
     "data.set_": lambda m: m.lin.weight.data.set_(torch.ones(3, 5)),  # type: ignore[call-overload]
@@ -97,6 +75,11 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
     "data.transpose_": lambda m: m.lin.weight.data.transpose_(0, 1),
     "data.unsqueeze_": lambda m: m.lin.weight.data.unsqueeze_(0),
     "grad.squeeze_": lambda m: m.lin.weight.grad.squeeze_(),  # type: ignore[union-attr]
+    "apply_": lambda m: m.lin.weight.apply_(lambda x: x - 1),
+    "data.apply_": lambda m: m.lin.weight.data.apply_(lambda x: 2 * x + 1),
+    "a row's apply_": lambda m: m.lin.weight.data[1].apply_(lambda x: 7 * x),
+    "grad.apply_": lambda m: m.lin.weight.grad.apply_(lambda x: x * 0.5),  # type: ignore[union-attr]
+    "data.map_": lambda m: m.lin.weight.data.map_(m.lin.weight.data, lambda x, y: x + 2 * y),
 }
 
 
@@ -123,9 +106,3 @@ def test_a_state_dict_that_is_to_be_assigned_is_refused(both: Any) -> None:
     _, (model, _) = both
     with pytest.raises(ConfigError, match=r"assign\) = True: an offloaded .* leave out assign=True$"):
         model.load_state_dict(model.state_dict(), assign=True)
-
-
-def test_apply_of_a_parameter_that_trains_is_refused_as_in_torch(both: Any) -> None:
-    for model, _ in both:
-        with torch.no_grad(), pytest.raises(RuntimeError, match="requires grad"):
-            model.lin.weight.apply_(lambda x: x)

@@ -27,7 +27,7 @@ from offloadzero.config.schema import (
     UpdateConfig,
 )
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import expect_room
 from offloadzero.planning.homes import Placement
@@ -66,7 +66,7 @@ def unbounded(config: OffloadConfig) -> OffloadConfig:
 
 
 def all_in(units: Sequence[Record], tier: TierName) -> dict[tuple[int, SegmentKind], TierName]:
-    kinds = {unit.index: [*unit.layout(), *([GRAD] if unit.num_trainable else [])] for unit in units}
+    kinds = {unit.index: [*unit.layout, *([GRAD] if unit.num_trainable else [])] for unit in units}
     return {(index, kind): tier for index, found in kinds.items() for kind in found}
 
 
@@ -309,7 +309,7 @@ def between(case: Any, device_share: float, host_share: float) -> tuple[int, int
 
 
 @given(cases(), SHARES, SHARES)
-@hypothesis_settings(max_examples=250, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_budgets_hold_and_the_choice_is_the_same_each_time(
     case: Any, device_share: float, host_share: float
 ) -> None:
@@ -344,7 +344,7 @@ def resident_aware(units: Sequence[Record], tier: TierName) -> dict[tuple[int, S
 
 
 @given(cases(), SHARES, SHARES, SHARES, SHARES)
-@hypothesis_settings(max_examples=250, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_more_of_a_budget_never_moves_a_segment_to_a_slower_tier(
     case: Any, device_share: float, host_share: float, other_device_share: float, other_host_share: float
 ) -> None:
@@ -366,7 +366,7 @@ def test_more_of_a_budget_never_moves_a_segment_to_a_slower_tier(
 
 
 @given(cases(), SHARES)
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 def test_as_many_records_as_fit_are_on_the_device(case: Any, device_share: float) -> None:
     """Against every number of records tried, where the bytes never fall as more of them are on the device.
 
@@ -391,7 +391,7 @@ def test_as_many_records_as_fit_are_on_the_device(case: Any, device_share: float
 
 
 @given(cases())
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=50, deadline=None)
 def test_everything_is_on_the_device_when_it_fits(case: Any) -> None:
     units, config, together = case
     needed = plan_memory(units, config, placement=all_in(units, DEVICE)).tier_bytes(DEVICE)
@@ -423,20 +423,6 @@ def test_auto_is_a_placement_and_wins_over_the_offload_blocks() -> None:
     assert both.nvme_paths == (Path("/tmp"),)
     assert any("ratio change nothing" in line for line in both.notices)
     assert not any("ratio" in line for line in config.notices)
-
-
-@pytest.mark.parametrize(
-    ("placement", "message"),
-    [
-        ("Auto", r"offloadzero\.placement = 'Auto': allowed device, host, nvme, auto \(did you mean 'auto'"),
-        (["auto"], r"offloadzero\.placement\[0\] = 'auto': a JSON object"),
-        ({"param": "auto"}, r"a rule needs at least one of"),
-        (True, r"offloadzero\.placement = True: one of .* or auto"),
-    ],
-)
-def test_nonsense_is_refused(placement: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config({"offloadzero": {"placement": placement}})
 
 
 # --- the engine ---

@@ -48,16 +48,6 @@ def test_micro_batches_add_up_at_the_pace_of_the_slowest(
     assert merge_period_ms(*SLOWEST[slowest], tmp_path, monkeypatch) == pytest.approx(20)
 
 
-@pytest.mark.parametrize("slowest", SLOWEST)
-def test_with_one_staging_buffer_the_way_home_and_the_sum_take_turns(
-    slowest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The instrument: it shows a buffer too few."""
-    _, d2h, merge = SLOWEST[slowest]
-    monkeypatch.setattr(memory_plan, "NUM_GRAD_STAGING", 1)
-    assert merge_period_ms(*SLOWEST[slowest], tmp_path, monkeypatch) == pytest.approx(d2h + merge)
-
-
 def step_ms(num_passing: int | None, directory: Path, patch: pytest.MonkeyPatch) -> tuple[float, float]:
     """Of a step whose updates take three times as long as backward: its time, its waits for buffers."""
     case = Case(backward=20, update=60)

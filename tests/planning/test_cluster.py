@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
-from offloadzero.planning.hardware import Memory, share_of
-from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.hardware import share_of
 from offloadzero.planning.step.forecast import Forecast, Rates, Step, simulated
 from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK
 from offloadzero.update.spec import UpdateForm
-from tests.cli.test_plan import MACHINE
+from tests.cli.planned import MACHINE
+from tests.planning.planners import WITH_DEVICE, planner_of
 from tests.support.tiny import settings
 from tests.support.training import merge
 
 GB = 1e9
-PLENTY = Memory(host=1 << 60, device=1 << 60, nvme=1 << 60)
 # 128 machines with eight devices of 131 GiB each.
 LARGE: Mapping[str, Any] = {
     "format": FORMAT,
@@ -148,16 +146,10 @@ def step_on(
     cluster = cluster_of(described)
     num_ranks = num_ranks or cluster.num_gpus
     num_local = cluster.local_ranks("--ranks", num_ranks)
-    question = Question(
-        read_model(model),
-        lambda _: PLENTY,
-        lambda _: UpdateForm.TRITON,
-        sequence=512,
-        num_ranks=num_ranks,
-        num_local_ranks=num_local,
-    )
+    ranks = {"num_ranks": num_ranks, "num_local_ranks": num_local}
+    planner = planner_of(model, WITH_DEVICE, form=UpdateForm.TRITON, sequence=512, **ranks)
     base = settings("/tmp", train_micro_batch_size_per_gpu=1, gradient_clipping=1.0)
-    answer = Planner(question).answer(merge(base, over))
+    answer = planner.answer(merge(base, over))
     step = step_of(answer, num_local_ranks=num_local, cluster=cluster)
     return answer.planned.num_parameters, step, cluster.rank(num_local).forecast(step)
 

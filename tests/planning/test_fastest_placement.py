@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.cli.plan.answer import Planner, Question
+from offloadzero.cli.plan.answer import Planner
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.device import find_device
@@ -22,7 +22,6 @@ from offloadzero.planning import placement as module
 from offloadzero.planning.engine_plan import memory_with, with_keys
 from offloadzero.planning.hardware import Hardware, Memory, cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
-from offloadzero.planning.model.shapes import read_model
 from offloadzero.planning.placement import (
     BY_BYTES,
     Filling,
@@ -36,6 +35,7 @@ from offloadzero.planning.step.forecast import Rates, plan_step
 from offloadzero.planning.step.work import Uses
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
+from tests.planning.planners import planner_of
 from tests.planning.test_auto_placement import (
     COUNT,
     DEVICE,
@@ -72,7 +72,7 @@ def away(plan: MemoryPlan, *kinds: Any) -> int:
 def room_for_some(units: list[Record], **keys: Any) -> OffloadConfig:
     """A host budget with room for half of the states, and no record on the device."""
     config = auto(10 * COUNT, 0, **keys)
-    nothing = {(unit.index, kind): NVME for unit in units for kind in (*unit.layout(), GRAD)}
+    nothing = {(unit.index, kind): NVME for unit in units for kind in (*unit.layout, GRAD)}
     needed = plan_memory(units, unbounded(config), placement=nothing).tier_bytes(HOST)
     return replace(config, budgets=BudgetConfig(10 * COUNT, needed + 5 * NUM * (COUNT + 4096)))
 
@@ -198,20 +198,10 @@ def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
 # --- what the machine has ---
 
 
-def planner_of(
-    memory: Memory, rates: Rates, *, sequence: int | None = None, process_bytes: int = 0
-) -> Planner:
-    """Of a small model on a machine with a device; without `sequence` activations are not counted."""
+def planner_on(memory: Memory, rates: Rates, **question: Any) -> Planner:
+    """Of a small model on a machine with a device."""
     hardware = Hardware(memory=memory, rates=rates, num_cores=8, device="a card")
-    question = Question(
-        model=read_model("gpt:192/8/4/500"),
-        memory_of=lambda _: memory,
-        form_of=lambda _: UpdateForm.TORCH,
-        sequence=sequence,
-        process_bytes=process_bytes,
-        hardware=hardware,
-    )
-    return Planner(question)
+    return planner_of("gpt:192/8/4/500", memory, form=UpdateForm.TORCH, hardware=hardware, **question)
 
 
 @functools.cache
@@ -233,7 +223,7 @@ def fuller_by_time(*, has_inputs: bool = False) -> tuple[dict[str, Any], Rates, 
             **inputs,
         )
         taken = [
-            planner_of(plenty, rates).answer(config, by_time=by_time).planned.plan.tier_bytes(HOST)
+            planner_on(plenty, rates).answer(config, by_time=by_time).planned.plan.tier_bytes(HOST)
             for by_time in (False, True)
         ]
         if taken[0] < taken[1]:
@@ -246,7 +236,7 @@ def test_of_a_machine_that_has_less_than_the_budgets_no_more_is_taken() -> None:
     """The budget has room for the faster placement, and the machine for the other one: the engine would refuse it."""
     config, rates, by_bytes, by_time = fuller_by_time()
     for has in (by_time, by_time - 1):
-        found = planner_of(Memory(host=has, device=GIB, nvme=GIB), rates).answer(config, by_time=True)
+        found = planner_on(Memory(host=has, device=GIB, nvme=GIB), rates).answer(config, by_time=True)
         assert found.verdict.fits
         assert (found.planned.plan.tier_bytes(HOST) == by_time) == (has == by_time)
     assert by_bytes < by_time
@@ -256,16 +246,16 @@ def test_a_change_is_judged_by_the_placement_that_the_engine_takes() -> None:
     """By bytes it fits as it is, and by time, with inputs beside it, it does not: no change was named."""
     config, rates, by_bytes, by_time = fuller_by_time(has_inputs=True)
     plenty = Memory(host=GIB, device=GIB, nvme=GIB)
-    inputs = planner_of(plenty, rates, sequence=16).answer(config).beside.host
+    inputs = planner_on(plenty, rates, sequence=16).answer(config).beside.host
     assert inputs > 0
     small = Memory(host=inputs + by_time - 1, device=GIB, nvme=GIB)
-    asked = planner_of(small, rates, sequence=16)
+    asked = planner_on(small, rates, sequence=16)
     assert asked.answer(config).verdict.fits
     assert not asked.answer(config, by_time=True).verdict.fits
     assert not asked.verdict(config).fits
     change = asked.smallest_change(config)
     assert change.keys or change.more
-    asked = planner_of(memory_with(small, change.more), rates, sequence=16)
+    asked = planner_on(memory_with(small, change.more), rates, sequence=16)
     assert asked.answer(with_keys(config, change.keys), by_time=True).verdict.fits
     assert by_bytes < by_time
 
@@ -276,7 +266,7 @@ def test_python_is_there_before_auto_looks_at_what_is_free() -> None:
     config, rates, _, by_time = fuller_by_time()
     for more in (0, -1):
         memory = Memory(host=by_time + 60 * MIB + more, device=GIB, nvme=GIB)
-        found = planner_of(memory, rates, process_bytes=60 * MIB).answer(config, by_time=True)
+        found = planner_on(memory, rates, process_bytes=60 * MIB).answer(config, by_time=True)
         assert found.verdict.fits
         assert (found.planned.plan.tier_bytes(HOST) == by_time) == (more == 0)
 

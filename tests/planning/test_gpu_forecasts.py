@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
+from benchmarks import lora_model
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import answer as plan_answer
 from offloadzero.planning.engine_plan import Change
+from offloadzero.planning.model.shapes import PUBLISHED, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +71,13 @@ OF_EACH_ROW = pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]} {row[2].strip
 Found = dict[str, Any]
 
 
+def lora_of(num_blocks: int) -> nn.Module:
+    """Return the model with adapters, of so many blocks: all eighty would be traced for half a minute."""
+    shape = replace(PUBLISHED["llama:70b"], num_layers=num_blocks)
+    with mock.patch.object(lora_model, "PUBLISHED", {"llama:70b": shape}):
+        return ModelSource(LORA, lora_model.llama_70b).on_meta()
+
+
 @dataclass
 class Answers:
     """What `offloadzero plan` says, asked once; micro batches are traced once for all machines."""
@@ -80,6 +91,8 @@ class Answers:
         rest = (how[name] for name in ("dtype", "micro_batch", "sequence", "on_cpu"))
         key = (model_of.__self__.text, num_blocks, names, *rest)
         if key not in self.traces:
+            if model_of.__self__.text == LORA:  # a function's model, whose blocks are equal all the same
+                model_of, num_blocks = lora_of, PUBLISHED["llama:70b"].num_layers
             self.traces[key] = trace_blocks(model_of, num_blocks, **how)
         return self.traces[key]
 

@@ -18,21 +18,18 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.answer import Planner, Question
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.engine_plan import ENOUGH, with_keys
-from offloadzero.planning.hardware import Memory
 from offloadzero.planning.model.shapes import ModelSource, read_model
-from offloadzero.update.spec import UpdateForm
+from tests.planning.planners import planner_of
 from tests.support.tiny import run_script, settings
 
 NUM_CASES = int(os.environ.get("OFFLOADZERO_TEST_BUDGETS", "5"))
 NUM_STEPS = 10
 LARGE = 50  # cases from which on processes of their own are measured
-PLENTY = Memory(host=1 << 44, nvme=1 << 44)
 KERNELS_BYTES = 128 << 20  # what torch's kernels and allocators keep for themselves
 OPTIMIZERS = {
     "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
@@ -52,10 +49,6 @@ class Case:
     micro_batch: int
     sequence: int
     num_micro: int
-
-
-def planner(model: ModelSource, sequence: int) -> Planner:
-    return Planner(Question(model, lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=sequence))
 
 
 def random_model(draw: random.Random) -> tuple[ModelSource, int]:
@@ -109,7 +102,7 @@ def random_case(seed: int, directory: Path) -> Case:
     source = settings(directory, **keys)
     if draw.random() < 0.4:
         source = with_checkpoints(source, draw.choice([tier.value for tier in TierName]), model, sequence)
-    planned, _ = planner(model, sequence).plan(source)
+    planned, _ = planner_of(model, sequence=sequence).plan(source)
     budgets = {}
     for tier in TierName:
         if draw.random() < 0.6:
@@ -125,7 +118,7 @@ def with_checkpoints(source: dict[str, Any], tier: str, model: ModelSource, sequ
     source = with_keys(source, {"offloadzero.activation_checkpoints": {"tier": tier}})
     if tier == TierName.DEVICE.value:
         return source
-    trace = planner(model, sequence).answer(source).trace
+    trace = planner_of(model, sequence=sequence).answer(source).trace
     assert trace is not None
     return with_keys(source, {"offloadzero.activation_checkpoints.input_bytes": max(4096, trace.input_bytes)})
 
@@ -210,7 +203,7 @@ def resident(name):
     return int(line.split()[1]) * 1024
 
 case = budgets.large_case(int(sys.argv[1]), Path(sys.argv[2]))
-answer = budgets.planner(case.model, case.sequence).answer(case.source)
+answer = budgets.planner_of(case.model, sequence=case.sequence).answer(case.source)
 a = torch.randn(512, 512, requires_grad=True)
 (a.bfloat16() @ a.bfloat16()).float().sum().backward()
 before = resident("VmRSS")
@@ -231,7 +224,7 @@ def large_case(seed: int, directory: Path) -> Case:
     model = read_model("gpt:512/8/8/9000")
     keys = {"gradient_clipping": 1.0, "state_layout": draw.choice(["fp32", "compact"])}
     source = settings(directory, placement=draw.choice(["host", "nvme", "auto", {"states": "nvme"}]), **keys)
-    planned, _ = planner(model, 64).plan(source)
+    planned, _ = planner_of(model, sequence=64).plan(source)
     budgets = {tier.value: planned.plan.tier_bytes(tier) for tier in TierName}
     return Case(model, 9000, with_keys(source, {"offloadzero.budgets": budgets}), 2, 64, 1)
 

@@ -16,14 +16,22 @@ from tests.support.cases import each_pair
 BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
 
 
+@pytest.fixture
+def five_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all blocks are traced time grows with them: five are more than the few, as a dozen are."""
+    assert max(FEW) < 5 < trace.MIN_BLOCKS
+    monkeypatch.setattr(trace, "MIN_BLOCKS", 5)
+
+
+@pytest.mark.usefixtures("five_are_many")
 @pytest.mark.parametrize(
     ("kind", "sizes", "sequence", "dtype", "is_checkpointed"),
     [
         *each_pair(
-            BLOCKS, ["64/11/4/101", "32/10/1/4000"], [9], [torch.bfloat16, torch.float32], [True, False]
+            BLOCKS, ["64/6/4/101", "32/5/1/4000"], [9], [torch.bfloat16, torch.float32], [True, False]
         ),
         # So long, the tables of rotary positions are inputs that leave the device, with the first block's.
-        ("llama", "64/11/4/101", 257, torch.bfloat16, True),
+        ("llama", "64/6/4/101", 257, torch.bfloat16, True),
     ],
 )
 def test_it_is_the_trace_of_all_blocks(
@@ -40,13 +48,6 @@ def test_it_is_the_trace_of_all_blocks(
 
     assert trace_blocks(build, source.num_blocks, **keys) == trace_micro_batch(source.on_meta(), **keys)
     assert built == list(FEW)
-
-
-@pytest.fixture
-def five_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all blocks are traced time grows with them: five are more than the few, as a dozen are."""
-    assert max(FEW) < 5 < trace.MIN_BLOCKS
-    monkeypatch.setattr(trace, "MIN_BLOCKS", 5)
 
 
 @pytest.mark.usefixtures("five_are_many")

@@ -68,7 +68,7 @@ def test_there_and_back_costs_twice_all_but_what_stays(
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 12), st.booleans())
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=150, deadline=None)
 def test_many_micro_batches_fetch_as_if_each_were_gone_through(
     data: st.DataObject, num_units: int, num_micro: int, in_backward: bool
 ) -> None:

@@ -13,6 +13,7 @@ import offloadzero
 from offloadzero.engine.lifetime import wait_for_collected
 from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
+from tests.support.cases import each_pair
 from tests.support.models import Stack, features
 from tests.support.training import Config, make_config
 
@@ -45,9 +46,9 @@ def write_all(memory: torch.Tensor) -> None:
     memory.view(torch.float32).fill_(3.0)
 
 
-@pytest.mark.parametrize("end", ["closed", "collected"])
-@pytest.mark.parametrize("placement", ["host", "resident"])
-@pytest.mark.parametrize("home", ["default", "own"])
+@pytest.mark.parametrize(
+    ("home", "placement", "end"), each_pair(["default", "own"], ["host", "resident"], ["closed", "collected"])
+)
 def test_an_evaluation_that_still_runs(
     home: str, placement: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

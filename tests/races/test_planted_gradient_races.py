@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.step import landing
+from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import RecordGradient
-from offloadzero.step.script.param_grad import GradientAccess
 from tests.support.faults import delays
 from tests.support.plain_form import final_weights, grads, offloaded
 from tests.support.tiny import tokens

@@ -1,238 +1,52 @@
 """Bugs, each a wait left out, planted one at a time: the comparisons of tests/races/test_races.py catch every one.
 
-The second half plants them under random schedules and asserts that one of the first few shows the bug; the first
-half makes the race certain in a scenario of its own.
+All but the first are planted under random schedules, of which one of the first few must show the bug.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offloadzero.core.fail_points import Point, listening
-from offloadzero.errors import NonFiniteError, OffloadError
+from offloadzero.access.homes import HomeAccess
+from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import LaneTicket
-from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.memory.tickets import FINISHED
 from offloadzero.memory.transfer import Fetcher
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.staging import ChunkStager, StagedChunk
 from tests.races.test_races import SCENARIOS, make_reference, scenario_config
-from tests.support.faults import delays, replaced
 from tests.support.schedules import Schedule, disturbed, draw_schedule, reference
-from tests.support.training import Outcome, differences, run_engine
-
-
-def planted(name: str, placement: str, directory: Path, expected: Outcome, *, live: int = 1) -> list[str]:
-    """How a run with a bug in it differs: the differences, or the failure it stopped with."""
-    make_model, loop, _ = SCENARIOS[name]
-    try:
-        outcome = run_engine(make_model, loop, scenario_config(name, placement, directory, live=live))
-    except NonFiniteError as error:  # poison that was trained on
-        return [str(error)]
-    return differences(outcome, expected)
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """The undisturbed resident run of a scenario."""
-    return make_reference(tmp_path_factory.mktemp("references"))
-
-
-@pytest.fixture
-def expect_caught(references: Callable[[str], Outcome], tmp_path: Path) -> Callable[..., None]:
-    """Asserts that a scenario passes; `plant()` puts the bug in; then that it does not."""
-
-    def check(name: str, placement: str, plant: Callable[[], None], *, live: int = 1) -> None:
-        expected = references(name)
-        assert planted(name, placement, tmp_path, expected, live=live) == []
-        plant()
-        assert planted(name, placement, tmp_path, expected, live=live) != []
-
-    return check
-
-
-SLOW_S = 0.005
-
-
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("name", ["in backward", "at the step"])
-def test_fetch_that_does_not_wait_for_the_update_is_caught(
-    name: str,
-    placement: str,
-    expect_caught: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    faults: ExitStack,
-) -> None:
-    faults.enter_context(delays("update.compute", SLOW_S))
-    start_fetch = UnitLeases.start_fetch
-
-    def impatient(leases: UnitLeases, unit: Any, lease: Lease) -> None:
-        updated, unit.updated = unit.updated, FINISHED
-        try:
-            start_fetch(leases, unit, lease)
-        finally:
-            unit.updated = updated
-
-    expect_caught(name, placement, lambda: monkeypatch.setattr(UnitLeases, "start_fetch", impatient))
-
-
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_use_that_does_not_wait_for_the_fetch_is_caught(
-    placement: str,
-    expect_caught: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    faults: ExitStack,
-) -> None:
-    faults.enter_context(delays("lane.launch", SLOW_S, about="fetch"))
-
-    def plant() -> None:
-        monkeypatch.setattr(LaneTicket, "order_compute", lambda _: None)
-
-    expect_caught("at the step", placement, plant)
-
-
-def test_lease_released_while_in_use_is_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is protected: the next fetch takes the lease of the unit that is computing."""
-
-    def plant() -> None:
-        pin = Executor.pin
-
-        def pin_and_forget(executor: Executor, index: int, **options: Any) -> None:
-            pin(executor, index, **options)
-            unit = executor.units[index]
-            if unit.lease is not None:
-                unit.lease.release()  # poisons
-                unit.lease = executor.leases.arena.try_lease(unit.record.param_bytes, "again")
-
-        monkeypatch.setattr(Executor, "pin", pin_and_forget)
-
-    expect_caught("at the step", "host", plant)
-
-
-def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch, faults: ExitStack
-) -> None:
-    """A gradient lease that is handed on before its copy to the host has run."""
-    faults.enter_context(delays("lane.launch", SLOW_S, about="gradient-d2h"))
-    copy_to_host = Landing._copy_to_host
-
-    def plant() -> None:
-        def early(landing: Landing, brought: Any, place: Any, before: Any) -> Any:
-            lease = brought.lease
-            brought.leases.give_back(lease)
-            lease.temporary = True  # the copy does not give it back again
-            try:
-                return copy_to_host(landing, brought, place, before)
-            finally:
-                lease.temporary = False
-
-        monkeypatch.setattr(Landing, "_copy_to_host", early)
-
-    expect_caught("at the step", "host", plant)
-
-
-@pytest.mark.parametrize("name", ["in backward", "at the step"])
-def test_update_that_starts_before_the_gradient_has_landed_is_caught(
-    name: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch, faults: ExitStack
-) -> None:
-    faults.enter_context(delays("lane.launch", SLOW_S, about="gradient-d2h"))
-    land = Landing._land
-
-    def impatient(
-        landing: Landing, gradient: Any, done: Any, _after: Any, *rest: Any, **options: Any
-    ) -> None:
-        land(landing, gradient, done, [], *rest, **options)
-
-    expect_caught(name, "host", lambda: monkeypatch.setattr(Landing, "_land", impatient))
-
-
-def test_write_that_is_not_awaited_before_the_next_read_is_caught(
-    expect_caught: Callable[..., None], faults: ExitStack
-) -> None:
-    """An update whose ticket is done before its data is on the drive."""
-
-    def slow_completion(point: Point, work: Callable[..., Any], tier: Any) -> Callable[..., Any]:
-        if point != "nvme.write":
-            return work
-
-        def slow(*arguments: Any, **options: Any) -> Any:
-            tier.engine.inject("delay", 1, 3)
-            return work(*arguments, **options)
-
-        return slow
-
-    late: list[Callable[[], Ticket]] = []
-
-    def held_back(
-        write: Callable[..., Ticket], verb: str, start: int, data: torch.Tensor, **options: Any
-    ) -> Ticket:
-        late.append(functools.partial(write, verb, start, data.clone(), **options))
-        if len(late) > 3:
-            late.pop(0)().wait()
-        return FINISHED
-
-    faults.enter_context(listening(slow_completion))
-    expect_caught("in backward", "nvme", lambda: faults.enter_context(replaced("nvme.write", held_back)))
-
-
-class Late:
-    """A write whose source is read when somebody waits for it."""
-
-    def __init__(self, write: Callable[..., Ticket], *arguments: Any, **options: Any) -> None:
-        self._begin = functools.partial(write, *arguments, **options)
-        self._ticket: Ticket | None = None
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        with self._lock:
-            if self._ticket is None:
-                time.sleep(0.02)
-                self._ticket = self._begin()
-        self._ticket.wait()
-
-    def done(self) -> bool:
-        return self._ticket is not None and self._ticket.done()
-
-
-def test_staging_slot_used_again_before_its_writes_is_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch, faults: ExitStack
-) -> None:
-    """The reads of the next chunk land in memory that is still being written to the drive."""
-    faults.enter_context(replaced("nvme.write", Late))
-    expect_caught("at the step", "nvme", lambda: slot_before_its_writes(monkeypatch))
+from tests.support.training import differences, run_engine
 
 
 def test_states_read_ahead_and_edited_since_are_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update would start from the states as they were during backward."""
 
     def same_chunk(chunk: StagedChunk, record: Any, start: int, stop: int) -> bool:
         return (chunk.record, chunk.start, chunk.stop) == (record, start, stop)
 
-    expect_caught(
-        "edited before the step", "nvme", lambda: monkeypatch.setattr(StagedChunk, "matches", same_chunk)
-    )
+    name = "edited before the step"
+    make_model, loop, _ = SCENARIOS[name]
+    monkeypatch.setattr(StagedChunk, "matches", same_chunk)
+    found = run_engine(make_model, loop, scenario_config(name, "nvme", tmp_path))
+    assert differences(found, make_reference(tmp_path)(name))
 
 
 # --- under random schedules
@@ -252,6 +66,20 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+def release_of_a_lease_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is protected: the next fetch takes the lease of the unit that is computing."""
+    pin = Executor.pin
+
+    def pin_and_forget(executor: Executor, index: int, **options: Any) -> None:
+        pin(executor, index, **options)
+        unit = executor.units[index]
+        if unit.lease is not None:
+            unit.lease.release()  # poisons
+            unit.lease = executor.leases.arena.try_lease(unit.record.param_bytes, "again")
+
+    monkeypatch.setattr(Executor, "pin", pin_and_forget)
 
 
 def fetch_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +253,7 @@ def passing_gradient_before_the_update_has_read_it(monkeypatch: pytest.MonkeyPat
 
 # Each with the part of the engine that is always slow then.
 PLANTS = {
+    release_of_a_lease_in_use: "compute",
     fetch_before_the_update: "compute",
     use_before_the_fetch: "lane fetch",
     use_of_a_resident_unit_before_its_update: "compute",

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.access.parameter import get_data
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Arena
-from offloadzero.parameters.weight import get_data
 from tests.support import models
 from tests.support.faults import replaced
 from tests.support.models import Stack, TiedLM, features, tokens
@@ -35,12 +35,13 @@ from tests.support.training import (
     assert_same,
     make_config,
     merge,
+    one_step,
     run_engine,
 )
 
 NUM_STEPS = 4
-NUM_SCENARIO_RUNS = 36
-NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "50"))  # more to soak
+NUM_SCENARIO_RUNS = 27  # each scenario in each placement
+NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "30"))  # more to soak
 
 
 def loop_over(make_input: Callable[[int], Any], *, with_evaluation: bool = False) -> Loop:
@@ -49,10 +50,7 @@ def loop_over(make_input: Callable[[int], Any], *, with_evaluation: bool = False
     def loop(engine: Any) -> list[float]:
         losses = []
         for seed in range(NUM_STEPS * engine.gradient_accumulation_steps()):
-            loss = engine(make_input(seed))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(one_step(engine, make_input(seed)))
             if with_evaluation:
                 with torch.no_grad():
                     losses.append(engine(make_input(seed + 100)).item())
@@ -192,10 +190,7 @@ def test_a_delivery_in_part_ends_before_its_lease_goes_on(tmp_path: Path, faults
         losses = []
         for seed in range(3):
             x = torch.randn(2, 63, generator=torch.Generator().manual_seed(seed))
-            loss = engine(x.bfloat16())
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(one_step(engine, x.bfloat16()))
         return losses
 
     expected = run_engine(HalfUsedStack, loop, make_config("resident", tmp_path, clipping=1.0))

@@ -9,7 +9,7 @@ import torch
 
 from offloadzero.arithmetic import device_math
 from offloadzero.errors import ConfigError
-from offloadzero.io.buffers import memory_of
+from offloadzero.io.registration import memory_of
 from offloadzero.native import kernels
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.placing import MixedDevicesError

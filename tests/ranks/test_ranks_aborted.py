@@ -28,7 +28,7 @@ SOON_S = 30.0
 
 def fail_late(*_: Any) -> None:
     """When the other rank has begun what it does not share with this one."""
-    time.sleep(3.0)
+    time.sleep(2.0)
     raise ZeroDivisionError
 
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import offloadzero
+from offloadzero.access import homes as home_access
 from offloadzero.core.launch import launched_local_size
 from offloadzero.errors import ConfigError
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
 from offloadzero.ranks import process_groups
-from offloadzero.ranks.agreement import _told
-from offloadzero.streaming.access import homes as home_access
+from offloadzero.ranks.process_groups import _told
 from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, digest, engine_of, micro_batch, said_of, train

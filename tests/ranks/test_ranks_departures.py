@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.ranks import process_groups
-from offloadzero.step.account import Account, Accounts
+from offloadzero.ranks import channel, process_groups
 from offloadzero.step.collect import GradientCollector
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import Account
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn
 from tests.support.schedules import BlockForm, RandomModel, token_ids
 from tests.support.sharded import (
     WIDTH,
@@ -35,20 +36,11 @@ from tests.support.sharded import (
     train,
 )
 
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All functions of this file, one after the other in the same processes."""
-    directory = tmp_path_factory.mktemp("departures")
-    by_rank = run_ranks(depart, 2, directory, str(directory))
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def depart(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    works = (
         read_different_things,
         configure,
         set_own_rates,
@@ -59,7 +51,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         wait_for_each_other,
         take_one_micro_batch_more,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("departures"))
 
 
 # --- reads ---
@@ -131,7 +123,7 @@ def wait_for_each_other(rank: int, directory: str) -> dict[str, str]:
         ),
     }
     said = {}
-    with patch.object(process_groups, "WAITED_S", 0.0):
+    with patch.object(channel, "WAITED_S", 0.0):
         for name, (stage, num_before, case) in cases.items():
             engine = engine_of(
                 config_of("host", stage, Path(directory), world_size=2, bf16={"enabled": not num_before})
@@ -168,7 +160,7 @@ def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(fou
 def take_one_micro_batch_more(rank: int, directory: str) -> list[str]:
     """One rank goes backward twice before a step that the other one has taken; by stage."""
     said = []
-    with patch.object(process_groups, "WAITED_S", 0.0):
+    with patch.object(channel, "WAITED_S", 0.0):
         for stage in (0, 1):
             config = config_of("host", stage, Path(directory), world_size=2)
             engine = engine_of(config | {"managed_gradient_accumulation": False})
@@ -357,11 +349,11 @@ class FrozenFirst(nn.Module):
 
 def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
     """What the lines of a script have raised, with and without a call of zero_grad() after each step."""
-    refuse = Accounts.refuse
+    refuse = Decider.refuse
 
-    def refuse_late(accounts: Accounts, account: Account, names: Sequence[str]) -> None:
+    def refuse_late(decider: Decider, account: Account, names: Sequence[str]) -> None:
         time.sleep(0.7 * rank)
-        refuse(accounts, account, names)
+        refuse(decider, account, names)
 
     found = []
     for drops in (False, True):
@@ -369,7 +361,7 @@ def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
         del config["offloadzero"]["units"]["patterns"]
         engine, *_ = offloadzero.initialize(model=FrozenFirst(), config=config)
         said = []
-        with patch.object(Accounts, "refuse", refuse_late):
+        with patch.object(Decider, "refuse", refuse_late):
             for number in range(5):
                 line = "forward"
                 try:

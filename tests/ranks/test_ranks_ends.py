@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,40 +20,29 @@ import torch
 import torch.distributed as dist
 
 import offloadzero
+from offloadzero.access.homes import HomeAccess
 from offloadzero.api import checkpoints as engine_checkpoints
 from offloadzero.engine import runtime
 from offloadzero.engine.lifetime import wait_for_collected
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.memory.store import TieredStore
-from offloadzero.ranks import failure_board as boards
-from offloadzero.ranks import process_groups as channels
-from offloadzero.ranks.descriptors import make_room_for_groups
-from offloadzero.ranks.failure_board import Board
-from offloadzero.ranks.process_groups import LOOK_AGAIN_S, Channel, Ranks
+from offloadzero.ranks import channel as channels
+from offloadzero.ranks import failure_store as stores
+from offloadzero.ranks.channel import LOOK_AGAIN_S, Channel
+from offloadzero.ranks.failure_store import FailureStore
+from offloadzero.ranks.process_groups import Ranks, make_room_for_groups
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.streaming.access.homes import HomeAccess
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
 
 TIMEOUT_S = 100.0
 MAX_MORE = 4  # threads and descriptors that come and go; an engine's process groups are 21 and 35
 
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All functions of this file, one after the other in the same processes, long before the timeout."""
-    directory = tmp_path_factory.mktemp("ends")
-    begun_s = time.monotonic()
-    by_rank = run_ranks(end, 2, directory, str(directory), timeout_s=TIMEOUT_S)
-    assert time.monotonic() - begun_s < TIMEOUT_S
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def end(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    """All functions of this file, one after the other in the same processes."""
+    works = (
         be_collected,
         start_in_vain,
         use_a_closed_channel,
@@ -66,7 +54,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         start_with_few_descriptors,
         close_behind_another_default_group,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("ends"), timeout_s=TIMEOUT_S)
 
 
 def resources() -> list[int]:
@@ -174,11 +162,14 @@ def wait_for_one_who_does_not_come(rank: int, directory: str) -> dict[str, str]:
         ranks = engine._runtime.group
         assert isinstance(ranks, Ranks)
         if rank == 1:
-            board, texts = ranks.board, iter([None])  # the first look is that before the collective
-            board.text = lambda *_, texts=texts: next(texts, "it is lost")  # type: ignore[method-assign]
+            failure_store, texts = (
+                ranks.failure_store,
+                iter([None]),
+            )  # the first look is that before the collective
+            failure_store.text = lambda *_, texts=texts: next(texts, "it is lost")  # type: ignore[method-assign]
             call = getattr(ranks.gradients, name)
             said[name] = said_of(lambda call=call: call(torch.ones(4), "alone"))  # type: ignore[misc]
-            board.report(RuntimeError("the end of this case"))
+            failure_store.report(RuntimeError("the end of this case"))
         dist.barrier()
         said_of(engine.close)
     return said
@@ -197,15 +188,15 @@ def look_before_many_collectives(rank: int, directory: str) -> int:
     engine = start(rank, directory)
     ranks = engine._runtime.group
     assert isinstance(ranks, Ranks)
-    board, asked = ranks.board, 0
-    text = board.text
+    failure_store, asked = ranks.failure_store, 0
+    text = failure_store.text
 
     def count(*given: Any) -> str | None:
         nonlocal asked
         asked += 1
         return text(*given)
 
-    board.text = count  # type: ignore[method-assign]
+    failure_store.text = count  # type: ignore[method-assign]
     begun_s = time.monotonic()
     for _ in range(100):
         ranks.control.all_reduce(torch.zeros(1), "one of many")
@@ -222,10 +213,10 @@ def test_the_store_is_not_asked_before_each_collective(found: Found) -> None:
 def test_a_look_is_of_its_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads of a rank may wait for others at once: one that had just looked stood for both."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(boards, "is_fake", lambda: False)
-    monkeypatch.setattr(boards, "default_process_group_store", lambda: store)
-    monkeypatch.setattr(boards, "_numbers", iter((0, 0)))
-    here, there = Board(0), Board(1)
+    monkeypatch.setattr(stores, "is_fake", lambda: False)
+    monkeypatch.setattr(stores, "default_process_group_store", lambda: store)
+    monkeypatch.setattr(stores, "_numbers", iter((0, 0)))
+    here, there = FailureStore(0), FailureStore(1)
     here.look("one wait", [0])
     there.report(RuntimeError("closed"), has_failed=False)
     here.look("one wait", [0])
@@ -236,13 +227,13 @@ def test_a_look_is_of_its_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_closed_rank_that_has_done_its_part_ends_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may still pass on what they have from it: that ended a script's last read or save on a slow rank."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(boards, "is_fake", lambda: False)
-    monkeypatch.setattr(boards, "default_process_group_store", lambda: store)
-    monkeypatch.setattr(boards, "_numbers", iter((0, 0)))
+    monkeypatch.setattr(stores, "is_fake", lambda: False)
+    monkeypatch.setattr(stores, "default_process_group_store", lambda: store)
+    monkeypatch.setattr(stores, "_numbers", iter((0, 0)))
     monkeypatch.setattr(channels, "tells_each", lambda _: False)
     monkeypatch.setattr(channels, "is_fake", lambda: False)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    here, there = Board(0), Board(1)
+    here, there = FailureStore(0), FailureStore(1)
     there.begun = [7, 1]
     there.report(StateError("it has closed its engine"), has_failed=False)
     other, channel = (Channel(object(), ShardSpec(0, 2), here, is_on_host=True) for _ in range(2))
@@ -286,7 +277,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"""
     ],
 )
 def test_what_is_told_of_an_error_has_the_reason_of_nccl(text: str, line: str) -> None:
-    assert boards.first_line(RuntimeError(text)) == line
+    assert stores.first_line(RuntimeError(text)) == line
 
 
 def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:

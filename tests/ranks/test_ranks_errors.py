@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 import offloadzero
+from offloadzero.engine.join import expect_own_queues
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.ranks.join import expect_own_queues
 from tests.support.faults import fails
-from tests.support.ranks import RanksError, run_ranks
+from tests.support.ranks import Found, RanksError, run_in_turn, run_ranks
 from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train
 
 TIMEOUT_S = 40.0
@@ -268,24 +268,15 @@ def test_what_is_not_built_over_ranks_is_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each rank's function of that name gives, by rank: all in the same processes."""
-    directory = tmp_path_factory.mktemp("ends")
-    begun_s = time.monotonic()
-    by_rank = run_ranks(end_in_many_ways, 2, directory, str(directory), timeout_s=TIMEOUT_S)
-    assert time.monotonic() - begun_s < TIMEOUT_S
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def end_in_many_ways(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The functions below that stop no process, one after the other in the same ones."""
+    works = (
         make_many,
         start_on_one_rank_only,
         be_interrupted_while_another_is_late,
         look_as_a_collective_ends,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("ends"), timeout_s=TIMEOUT_S)
 
 
 def fail_in_the_script(rank: int, directory: str) -> None:
@@ -325,7 +316,7 @@ def start_on_one_rank_only(rank: int, directory: str) -> dict[str, str]:
     return said
 
 
-def test_what_keeps_one_rank_from_starting_is_told_to_the_others(found: dict[str, list[Any]]) -> None:
+def test_what_keeps_one_rank_from_starting_is_told_to_the_others(found: Found) -> None:
     first, second = found["start_on_one_rank_only"]
     assert first.keys() == second.keys() == {"key", "path"}
     for name, text in second.items():
@@ -351,7 +342,7 @@ def make_many(rank: int, directory: str) -> list[list[int]]:
     return left
 
 
-def test_a_closed_engine_leaves_no_process_groups(found: dict[str, list[Any]]) -> None:
+def test_a_closed_engine_leaves_no_process_groups(found: Found) -> None:
     for left in found["make_many"]:
         (_, *more) = left  # torch's own threads come with the first
         assert more[-1][0] - more[0][0] < 4
@@ -391,7 +382,7 @@ def be_interrupted_while_another_is_late(rank: int, directory: str) -> list[str]
     return said
 
 
-def test_ctrl_c_ends_the_wait_for_another_rank(found: dict[str, list[Any]]) -> None:
+def test_ctrl_c_ends_the_wait_for_another_rank(found: Found) -> None:
     first, second = found["be_interrupted_while_another_is_late"]
     assert len(first) == len(second) == 2
     lost = "a backward of this rank did not come to its end"
@@ -446,7 +437,7 @@ def look_as_a_collective_ends(rank: int, directory: str) -> list[float]:
     return [total.item(), sum(work.num_looks for work in slow)]
 
 
-def test_a_collective_that_ends_after_a_wait_for_it_has_not_failed(found: dict[str, list[Any]]) -> None:
+def test_a_collective_that_ends_after_a_wait_for_it_has_not_failed(found: Found) -> None:
     first, second = found["look_as_a_collective_ends"]
     assert first == [3.0, 1]
     assert second == [3.0, 0]

@@ -19,7 +19,7 @@ import offloadzero
 from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS
 from offloadzero.planning.hardware import cache_file, describe, kept_share
-from tests.cli.test_plan import MACHINE
+from tests.cli.planned import MACHINE
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyModel, tokens
 from tests.support.training import make_config, merge

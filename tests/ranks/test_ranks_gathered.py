@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.access.gathered import GatheredBlock, ScriptBlocks
 from offloadzero.ranks import process_groups
-from offloadzero.streaming.access.gathered_parameters import GatheredBlock
-from offloadzero.streaming.access.gathered_values import ScriptBlocks
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
-from tests.support.ranks import RanksError, run_ranks
+from tests.support.ranks import Found, RanksError, run_in_turn, run_ranks
 from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train
 
 BF16 = {"bf16": {"enabled": True}}
@@ -147,20 +146,11 @@ def test_values_and_writes_are_those_of_one_process(world_size: int, tmp_path: P
 
 # --- what ranks may do inside, and what they must do together ---
 
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All functions below, one after the other in the same processes."""
-    directory = tmp_path_factory.mktemp("gathered")
-    by_rank = run_ranks(do_all, 2, directory, str(directory), timeout_s=100)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def do_all(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    works = (
         change_without_a_modifier,
         nest,
         read_alone,
@@ -173,7 +163,7 @@ def do_all(rank: int, directory: str) -> dict[str, Any]:
         gather_of_two,
         gather_different_things,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("gathered"), timeout_s=100)
 
 
 def start(directory: str, stage: int = 3, **over: Any) -> offloadzero.Engine:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
-from offloadzero.ranks.process_groups import Channel
-from tests.support.ranks import run_ranks
+from offloadzero.ranks.channel import Channel
+from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import (
     OddModel,
     config_of,
@@ -191,6 +191,21 @@ def test_a_plain_loop_over_ranks_gives_the_numbers_of_torch(
     assert edit != clip.__name__ or by_case[3, "resident"][0][edit] == by_case[3, "nvme"][0][edit]
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The functions below, one after the other in the same processes."""
+    works = (
+        clip_by_config,
+        step_again,
+        edit_otherwise,
+        depart_in_reads,
+        use_before_its_time,
+        overflow,
+        read_in_a_mesh,
+    )
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("gradients"))
+
+
 def clip_by_config(rank: int, directory: str) -> dict[str, list[float]]:
     """Norms and losses of an engine that clips, and of one whose script does."""
     found = {}
@@ -213,9 +228,9 @@ def clip_by_config(rank: int, directory: str) -> dict[str, list[float]]:
     return found
 
 
-def test_a_script_clips_as_the_engine_does(tmp_path: Path) -> None:
-    for found in run_ranks(clip_by_config, 2, tmp_path, str(tmp_path)):
-        assert found["True"] == pytest.approx(found["False"], rel=1e-5)
+def test_a_script_clips_as_the_engine_does(found: Found) -> None:
+    for numbers in found["clip_by_config"]:
+        assert numbers["True"] == pytest.approx(numbers["False"], rel=1e-5)
 
 
 # --- steps with the same gradients ---
@@ -255,11 +270,11 @@ _all_gather = Channel.all_gather
 
 
 def test_a_second_step_with_the_same_gradients_comes_after_the_first_ones_weights_are_sent(
-    tmp_path: Path,
+    found: Found,
 ) -> None:
-    for found in run_ranks(step_again, 2, tmp_path, str(tmp_path)):
+    for weights in found["step_again"]:
         for name in ("1 host ", "1 resident ", "3 host "):
-            assert found[f"{name}slow"] == found[name], name
+            assert weights[f"{name}slow"] == weights[name], name
 
 
 # --- steps without gradients ---
@@ -317,9 +332,9 @@ def edit_otherwise(rank: int, directory: str) -> dict[str, str]:
     return found
 
 
-def test_ranks_that_edit_otherwise_stop_at_the_step(tmp_path: Path) -> None:
-    for found in run_ranks(edit_otherwise, 2, tmp_path, str(tmp_path)):
-        for name, said in found.items():
+def test_ranks_that_edit_otherwise_stop_at_the_step(found: Found) -> None:
+    for by_edit in found["edit_otherwise"]:
+        for name, said in by_edit.items():
             assert (
                 "step 1: since the start the scripts of ranks [1] have not written the same values" in said
             ), name
@@ -344,16 +359,16 @@ def depart_in_reads(rank: int, directory: str) -> dict[str, str]:
     return found
 
 
-def test_ranks_that_read_otherwise_are_told_so(tmp_path: Path) -> None:
+def test_ranks_that_read_otherwise_are_told_so(found: Found) -> None:
     texts = {
         "another": "rank 0 reads narrow.weight (grad), rank 1 reads wide.weight (grad)",
         "norm": "rank 0 reads wide.weight (grad), rank 1 asks for the norms of the gradients of ",
         "weight": "rank 0 reads wide.weight (grad), rank 1 reads wide.weight (param)",
     }
-    for rank, found in enumerate(run_ranks(depart_in_reads, 2, tmp_path, str(tmp_path))):
+    for rank, said in enumerate(found["depart_in_reads"]):
         for name, text in texts.items():
-            assert found[name].startswith(f"StateError: {text}")
-            assert f"this is rank {rank}" in found[name]
+            assert said[name].startswith(f"StateError: {text}")
+            assert f"this is rank {rank}" in said[name]
 
 
 def use_before_its_time(rank: int, directory: str) -> dict[str, str]:
@@ -376,15 +391,15 @@ def use_before_its_time(rank: int, directory: str) -> dict[str, str]:
     return found
 
 
-def test_gradients_of_one_rank_are_in_no_step(tmp_path: Path) -> None:
-    for found in run_ranks(use_before_its_time, 2, tmp_path, str(tmp_path)):
-        assert found["hook"].startswith(
+def test_gradients_of_one_rank_are_in_no_step(found: Found) -> None:
+    for said in found["use_before_its_time"]:
+        assert said["hook"].startswith(
             "StateError: narrow.weight.grad: over several ranks a gradient is the mean"
         )
-        assert found["assigned"].startswith(
+        assert said["assigned"].startswith(
             "StateError: wide.weight.grad was assigned before a backward, which has added this rank's gradient"
         )
-        assert found["dropped"] == "nothing"
+        assert said["dropped"] == "nothing"
 
 
 def read_in_a_mesh(_: int, directory: str) -> str:
@@ -396,8 +411,8 @@ def read_in_a_mesh(_: int, directory: str) -> str:
     return said
 
 
-def test_in_a_mesh_gradients_are_not_read(tmp_path: Path) -> None:
-    for said in run_ranks(read_in_a_mesh, 2, tmp_path, str(tmp_path)):
+def test_in_a_mesh_gradients_are_not_read(found: Found) -> None:
+    for said in found["read_in_a_mesh"]:
         assert said.startswith("StateError: wide.weight.grad: in a mesh gradients are reduced unit by unit")
 
 
@@ -420,7 +435,7 @@ def overflow(rank: int, directory: str) -> list[Any]:
     return [norm, applied]
 
 
-def test_what_is_not_finite_on_one_rank_is_so_for_all(tmp_path: Path) -> None:
-    for norm, applied in run_ranks(overflow, 2, tmp_path, str(tmp_path)):
+def test_what_is_not_finite_on_one_rank_is_so_for_all(found: Found) -> None:
+    for norm, applied in found["overflow"]:
         assert norm == math.inf
         assert not applied

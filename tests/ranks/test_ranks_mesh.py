@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from tests.support import meshes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn
 from tests.support.sharded import global_losses, said_of
 
 TIMEOUT_S = 100.0
 IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
 NUM_STEPS = 2
 TOLERANCE = 1e-5  # relative, of fp32 losses
-
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(directory: Path) -> Found:
     """All functions of this file, one after the other in the same processes."""
-    by_rank = run_ranks(train_all, 4, directory / "ranks", str(directory), timeout_s=TIMEOUT_S)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def train_all(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    works = (
         train_tensor_parallel,
         train_dtensors,
         train_with_codes,
@@ -59,7 +50,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
         train_pipeline,
         start_with_other_calls,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 4, directory, timeout_s=TIMEOUT_S)
 
 
 class Megatron:

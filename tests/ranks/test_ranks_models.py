@@ -1,6 +1,6 @@
 """Models of transformers over several ranks, against plain torch on their global batch, and bitwise across placements.
 
-A tied and a routed model on four ranks, two steps at stage 3; all models, up to four ranks, all stages and twenty steps
+A routed model on three ranks, two steps at stage 3; all models, up to four ranks, all stages and twenty steps
 with OFFLOADZERO_TEST_RANKS=all.
 """
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(NEEDED is None, reason="needs transformers")
 
 IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
 NUM_STEPS = 20 if IS_LONG else 2
-WORLD_SIZES = (1, 2, 3, 4) if IS_LONG else (4,)
+WORLD_SIZES = (1, 2, 3, 4) if IS_LONG else (3,)
 STAGES = (0, 1, 2, 3) if IS_LONG else (3,)
 PLACEMENTS = ("resident", "host", "nvme") if IS_LONG else ("resident", "nvme")
 ACCUMULATIONS = (1, 3) if IS_LONG else (3,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero.config import PARTITION_KEY
-from offloadzero.core.limits import GRID_BYTES
+from offloadzero.core.constants import GRID_BYTES
 from offloadzero.core.segments import TierName
 from tests.support import faults, meshes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn
 from tests.support.sharded import digest, said_of
 from tests.support.training import merge
 
@@ -35,8 +35,6 @@ WHOLE_BYTES = 2 * GRID_BYTES  # on pages
 PARTITIONED: dict[str, Any] = {"activation_checkpointing": {"partition_activations": True}}
 SLOW_S = 0.02  # of each copy
 LATE_S = 0.5  # within which a small input comes back from its file
-
-Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
 
 
 class _Block(meshes.Block):
@@ -110,14 +108,7 @@ def train(engine: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All functions of this file, one after the other in the same processes."""
-    directory = tmp_path_factory.mktemp("partitioned")
-    by_rank = run_ranks(train_all, 4, directory / "ranks", str(directory), timeout_s=TIMEOUT_S)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
-def train_all(rank: int, directory: str) -> dict[str, Any]:
-    """By function."""
-    works: tuple[Callable[[int, str], Any], ...] = (
+    works = (
         train_in_parts,
         train_planned,
         train_at_other_speeds,
@@ -125,7 +116,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
         depart,
         start_with_other_keys,
     )
-    return {work.__name__: work(rank, directory) for work in works}
+    return run_in_turn(works, 4, tmp_path_factory.mktemp("partitioned"), timeout_s=TIMEOUT_S)
 
 
 # --- numbers and bytes ---

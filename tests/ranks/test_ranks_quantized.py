@@ -1,6 +1,6 @@
 """ZeRO++ over several ranks: losses near those of whole weights and gradients, wherever they live, with fewer bytes.
 
-Fifteen steps of a small GPT on real text; 300 with OFFLOADZERO_TEST_RANKS=all.
+Twelve steps of a small GPT on real text; 300 with OFFLOADZERO_TEST_RANKS=all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from offloadzero.arithmetic.block_codes import INT4_BLOCK, PIECE_ELEMENTS
 from offloadzero.config import load_config
 from offloadzero.errors import ConfigError
 from tests.support import sharded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import digest
 from tests.support.text import text_batch, text_model
-from tests.support.training import make_config, merge
+from tests.support.training import make_config, merge, one_step
 
 IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
-NUM_STEPS = 300 if IS_LONG else 15
+NUM_STEPS = 300 if IS_LONG else 12
 NUM_EACH = 300 if IS_LONG else 3  # with one of the keys
 NUM_ALIKE = 60 if IS_LONG else 3  # of trainings that have the numbers of another
 TOLERANCE = 0.01  # relative, of the mean loss of the last tenth
@@ -55,10 +55,7 @@ def train_text(rank: int, world_size: int, cases: dict[str, Any], directory: str
         engine, *_ = offloadzero.initialize(model=model, config=config_of(placement, Path(directory), zero))
         losses = []
         for step in range(num_steps):
-            loss = engine(*text_batch(step * world_size + rank, MICRO_BATCH))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(one_step(engine, *text_batch(step * world_size + rank, MICRO_BATCH)))
         engine.synchronize()  # what is reduced has been sent
         num_bytes: dict[str, int] = {}
         for key, count in engine.collectives().items():
@@ -232,6 +229,13 @@ def test_odd_units(tmp_path: Path) -> None:
     assert losses != pytest.approx(expected, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two ranks finds by the functions below, one after the other in the same processes."""
+    works = overflow, read_and_refuse, train_and_write, write_alone, start_apart
+    return run_in_turn(works, 2, tmp_path_factory.mktemp("quantized"), timeout_s=100)
+
+
 def overflow(rank: int, directory: str) -> list[Any]:
     """Steps skipped in fp16 with a scale that is too large on one rank's data, and what is trained then."""
     fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
@@ -239,18 +243,15 @@ def overflow(rank: int, directory: str) -> list[Any]:
     engine, *_ = offloadzero.initialize(model=text_model(), config=config)
     losses = []
     for step in range(12):
-        loss = engine(*text_batch(2 * step + rank, MICRO_BATCH))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(one_step(engine, *text_batch(2 * step + rank, MICRO_BATCH)))
     assert losses[-1] < losses[0]
     found = [engine.skipped_steps, engine.loss_scale(), digest(dict(engine.module.state_dict()))]
     engine.close()
     return found
 
 
-def test_an_overflow_is_seen_through_the_codes(tmp_path: Path) -> None:
-    one, other = run_ranks(overflow, 2, tmp_path / "ranks", str(tmp_path))
+def test_an_overflow_is_seen_through_the_codes(of_two: Found) -> None:
+    one, other = of_two["overflow"]
     assert one == other
     assert 1 <= one[0] < 12
     assert one[1] == 2.0 ** (22 - one[0])
@@ -295,8 +296,8 @@ def read_and_refuse(rank: int, directory: str) -> list[Any]:
     return [lines.get("weight codes", 0), loss.item()]
 
 
-def test_weights_that_do_not_train(tmp_path: Path) -> None:
-    found = run_ranks(read_and_refuse, 2, tmp_path / "ranks", str(tmp_path))
+def test_weights_that_do_not_train(of_two: Found) -> None:
+    found = of_two["read_and_refuse"]
     exact = text_model()(*text_batch(0, MICRO_BATCH)).item()
     for num_bytes, _ in found:
         assert num_bytes > 0
@@ -353,8 +354,8 @@ def start_apart(rank: int, directory: str) -> list[str]:
     return said
 
 
-def test_ranks_with_other_keys(tmp_path: Path) -> None:
-    by_rank = run_ranks(start_apart, 2, tmp_path / "ranks", str(tmp_path))
+def test_ranks_with_other_keys(of_two: Found) -> None:
+    by_rank = of_two["start_apart"]
     for said in by_rank:
         for text, key in zip(said, (*NEAR, *REDUCED), strict=True):
             assert f"zero_optimization.{key} = " in text
@@ -374,13 +375,13 @@ def write_alone(rank: int, directory: str) -> str:
     return str(caught.value)
 
 
-def test_a_write_of_one_rank_is_told(tmp_path: Path) -> None:
-    for said in run_ranks(write_alone, 2, tmp_path / "ranks", str(tmp_path)):
+def test_a_write_of_one_rank_is_told(of_two: Found) -> None:
+    for said in of_two["write_alone"]:
         assert "scripts of ranks [1] have not written the same values" in said
 
 
-def test_copies_are_those_of_the_present_weights(tmp_path: Path) -> None:
-    for without, with_copies in run_ranks(train_and_write, 2, tmp_path / "ranks", str(tmp_path)):
+def test_copies_are_those_of_the_present_weights(of_two: Found) -> None:
+    for without, with_copies in of_two["train_and_write"]:
         assert with_copies == without
 
 
@@ -410,10 +411,7 @@ def test_one_process_sends_nothing(tmp_path: Path) -> None:
     for zero in ({}, CODED):
         engine, *_ = offloadzero.initialize(model=text_model(), config=config_of("host", tmp_path, zero))
         assert engine.zero_quantized_weights() is bool(zero)
-        loss = engine(*text_batch(0, MICRO_BATCH))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(one_step(engine, *text_batch(0, MICRO_BATCH)))
         assert not [line for line in engine._runtime.plan.lines if line.what == "weight codes"]
         engine.close()
     assert losses[0] == losses[1]

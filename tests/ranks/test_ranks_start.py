@@ -14,9 +14,10 @@ from torch.distributed import distributed_c10d
 
 import offloadzero
 from offloadzero.core import launch
-from offloadzero.ranks import join
+from offloadzero.engine import join
 from offloadzero.ranks import process_groups as of_ranks
-from offloadzero.ranks.process_groups import Channel, Ranks, make_building_channel, make_ranks
+from offloadzero.ranks.channel import Channel
+from offloadzero.ranks.process_groups import Ranks, make_building_channel, make_ranks
 from tests.simulated.collectives import ON_DEVICE
 from tests.support.ranks import run_ranks
 from tests.support.sharded import GLOBAL_BATCH, config_of

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.ranks.shard import ShardSpec
-from offloadzero.step.reduction.order import ReduceOrder
+from offloadzero.step.gradient_order import ReduceOrder
 from offloadzero.update.local_elements import gathered_regions, kept_params, kept_place, kept_regions
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record, all_ranges, make_record, update_ranges
+from offloadzero.update.records import Record, all_ranges, make_record, segment_slice, update_ranges
 from offloadzero.update.specs.adam import ADAM
 
 sizes = st.lists(st.sampled_from([0, 1, 2, 127, 128, 129, 511, 2048, 4097, 9000]), min_size=1, max_size=6)

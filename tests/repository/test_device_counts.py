@@ -56,7 +56,7 @@ def test_a_step_asks_for_no_more(placement: str, variant: str, device_counts: An
     assert counts[TEMPORARY_BYTES] == 0
     assert 0 < counts[LAUNCHES] <= launches, found["places"]
     if placement == "device states":  # updated in torch's operations, or nothing would be counted of them
-        assert any("arithmetic/torch_adam.py" in place for place in found["places"]), found["places"]
+        assert any("arithmetic/torch_steps.py" in place for place in found["places"]), found["places"]
     assert counts[COPIES] <= copies, found["places"]
     assert bool(counts[COPIES]) == bool(copies)
     num_micro_batches = 3 if variant == "accumulation 3" else 1

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import pytest
-
-from offloadzero.core.fail_points import Point, listening, through
-from tests.support.faults import delays, fails, observes, replaced
+from offloadzero.core.fail_points import Point, through
+from tests.support.faults import replaced
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "offloadzero"
@@ -84,51 +81,3 @@ def test_later_listeners_are_around_earlier_ones() -> None:
     assert through("landing.merge", str)("work") == "second(work)"
     second.__exit__(None, None, None)
     assert through("landing.merge", str) is str
-
-
-def test_the_work_of_a_number_fails_on_whatever_thread() -> None:
-    done: list[int] = []
-    with fails("update.compute", ValueError("this one"), at=2):
-        through("update.compute", done.append)(1)
-        failing = threading.Thread(target=lambda: done.append(_failure(2)))
-        failing.start()
-        failing.join()
-        through("update.compute", done.append)(3)
-    assert done == [1, -2, 3]
-    with fails("update.compute", ValueError("each"), at=None):
-        for _ in range(2):
-            with pytest.raises(ValueError, match="each"):
-                through("update.compute", done.append)(4)
-
-
-def _failure(number: int) -> int:
-    with pytest.raises(ValueError, match="this one"):
-        through("update.compute", str)(number)
-    return -number
-
-
-def test_an_observer_is_told_before_and_after() -> None:
-    seen: list[Any] = []
-    with observes("landing.merge", before=lambda name: seen.append((name, "before")), after=seen.append):
-        through("landing.merge", seen.append, "unit")("work")
-    assert seen == [("unit", "before"), "work", "unit"]
-
-
-def test_a_delay_comes_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("time.sleep", seen.append)
-    with delays("decider.decide", 0.25):
-        through("decider.decide", seen.append)("work")
-    assert seen == [0.25, "work"]
-
-
-def test_who_listens_may_leave_the_work_as_it_is() -> None:
-    reached: list[tuple[str, object]] = []
-
-    def listener(point: Point, work: Callable[..., Any], about: object) -> Callable[..., Any]:
-        reached.append((point, about))
-        return work
-
-    with listening(listener):
-        assert through("step.step", double) is double
-    assert reached == [("step.step", None)]

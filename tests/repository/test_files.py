@@ -87,10 +87,8 @@ def test_what_texts_name_below_tests_is_there() -> None:
     [
         ("`tests/io/test_aio.py` and test_files.py::test_files_have_no_more_than_600_lines", []),
         ("# tests/memory/test_aio.py has the rest", ["tests/memory/test_aio.py", "tests/memory/test_aio.py"]),
-        ("`test_aiofiles.py`", ["test_aiofiles.py"]),
         ("aio: test_aio.py::test_of_another_file", ["test_aio.py::test_of_another_file"]),
         ("a device of `tests/simulation`", ["tests/simulation"]),
-        ("`python tests/simulated/mutation.py`", ["tests/simulated/mutation.py"]),
     ],
 )
 def test_names_that_are_not_there_are_found(text: str, names: list[str]) -> None:

@@ -38,9 +38,7 @@ def module(name: str) -> Any:
 # --- sizes ---
 
 
-@pytest.mark.parametrize(
-    "max_params", [300_000, 20_000_000, 199_999_999, 200_000_000, 1_100_000_000, 7_200_000_000]
-)
+@pytest.mark.parametrize("max_params", [300_000, 199_999_999, 200_000_000, 7_200_000_000])
 def test_the_largest_size_within_a_number_of_parameters(max_params: int) -> None:
     llama = module("llama_model")
     size = llama.size_with(max_params)

@@ -96,7 +96,7 @@ def test_the_names_do_what_the_comments_say() -> None:
 
 
 def test_what_runs_at_the_end_of_a_backward_is_a_part_of_it() -> None:
-    """What the ranks of one model send each other there comes in the order of a graph: see `Standstill.look`."""
+    """What the ranks of one model send each other there comes in the order of a graph: see `DeadlockDetector.look`."""
     seen = []
 
     def note(when: str) -> None:

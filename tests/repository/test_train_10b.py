@@ -94,7 +94,7 @@ def saved_values(directory: str, step: int) -> dict[str, bytes]:
 # --- sizes
 
 
-@pytest.mark.parametrize("wanted", ["2M", "20M", "100M", "1B", "3B", "10B"])
+@pytest.mark.parametrize("wanted", ["2M", "100M", "10B"])
 def test_a_size_has_at_least_the_parameters_that_were_asked_for(wanted: str) -> None:
     min_params = train_10b.read_count(wanted)
     size = llama_model.size_of_at_least(min_params, vocab_size=256)

@@ -25,9 +25,10 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from offloadzero.ranks import aborting, join
-from offloadzero.ranks import process_groups as of_ranks
-from offloadzero.ranks.process_groups import Channel, Ranks
+from offloadzero.ranks import channel as channels
+from offloadzero.ranks import process_groups
+from offloadzero.ranks.channel import Channel
+from offloadzero.ranks.process_groups import Ranks
 from tests.simulated.machine import Machine, SimulatedEvent
 from tests.simulated.memory import DeviceMemory, own_work
 from tests.simulated.order import DEVICE_THREAD
@@ -142,7 +143,7 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
     here = _Here()
     communicators: weakref.WeakKeyDictionary[Channel, Communicator] = weakref.WeakKeyDictionary()
     by_group: dict[Any, Communicator] = {}
-    make_ranks, run = join.make_ranks, Channel._run
+    make_ranks, run = process_groups.make_ranks, Channel._run
 
     def make(*given: Any, **more: Any) -> Ranks:
         ranks = make_ranks(*given, **more)
@@ -171,26 +172,26 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
 
         return begin
 
-    destroy = of_ranks.dist.destroy_process_group
+    destroy = channels.dist.destroy_process_group
 
     def destroying(group: Any = None) -> None:
         communicator = by_group.pop(group, None)
         if communicator is not None:  # NCCL's waits for what was launched, and may wait for the other ranks
             communicator.stream.synchronize()
-            of_ranks.dist.barrier(group)
+            channels.dist.barrier(group)
         destroy(group)
 
     def abort(group: Any) -> None:
         by_group[group].abort()
 
-    patch.setattr(of_ranks.dist, "destroy_process_group", destroying)
-    patch.setattr(aborting, "abort_process_group", abort)
-    patch.setattr(join, "make_ranks", make)
+    patch.setattr(channels.dist, "destroy_process_group", destroying)
+    patch.setattr(channels, "abort_process_group", abort)
+    patch.setattr(process_groups, "make_ranks", make)
     patch.setattr(Channel, "_run", running)
     for owner, name in (
-        (of_ranks, "_all_gather"),
-        (of_ranks, "_reduce_scatter"),
-        (of_ranks.dist, "all_to_all_single"),
-        (of_ranks.dist, "all_reduce"),
+        (channels, "_all_gather"),
+        (channels, "_reduce_scatter"),
+        (channels.dist, "all_to_all_single"),
+        (channels.dist, "all_reduce"),
     ):
         patch.setattr(owner, name, on_stream(getattr(owner, name)))

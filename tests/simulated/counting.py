@@ -1,20 +1,12 @@
 """What the package asks of a device in a step: waits of the launching thread, launches, copies, memory of torch's.
 
-[Note: whose it is]
 A model runs in the same thread as what moves its weights, so each launch is the package's or the script's by who asked
-for it: the innermost Python function on the stack that is neither torch's nor the simulation's. Between the package
-and what it runs on behalf of the script (a module's forward, torch's backward) there are torch's own functions for
-that, `torch/nn` and `torch/autograd`.
-
-Memory is what `allocate` gives, what operations on device memory return, and what factories make where they are given
-the device (`torch.empty(..., device=grad.device)`). Those give host memory on the simulated device of older versions,
-which are counted here, too; so the device and what is in its memory name it by an object of its own. For their sake
-nothing here is imported that they lack: `asked_by` of placing.py is here once more.
+for it: `asked_by`. Memory is what `allocate` gives, what operations on device memory return, and what factories make
+where they are given the device.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -23,36 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
-import offloadzero
 from offloadzero.memory import tickets
-from tests.simulated import device as simulator
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory
+from tests.simulated.placing import asked_by
 
-PACKAGE = offloadzero.__path__[0] + "/"
 # A root in fp64: what is the CPU to torch needs one for correct rounding, other devices take their own in place.
 ONLY_ON_THE_CPU = "arithmetic/compact_math.py sqrt_"
 GIVEN_TO_THE_SCRIPT = "api/engine.py backward"  # the quotient that it returns
 # One element, when the engine is built, for all units of a layout: it stands for weights that are away.
 PLACEHOLDER = "streaming/leased_unit.py __init__"
-NAMED = torch.device("cpu")  # the simulated device: this object; others are the host
-FACTORIES = (
-    "arange",
-    "empty",
-    "empty_strided",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randn",
-    "tensor",
-    "zeros",
-)
-
 # The launching thread waits for the device; asked of events, reached or not: that does not hang on who is faster.
 DEVICE_WAITS = "waits for the device"
 THREAD_WAITS = "waits for another thread"  # those that found it not done
@@ -89,8 +63,6 @@ def counting() -> Iterator[Counts]:
     with pytest.MonkeyPatch.context() as patch:
         _count_waits(counts, patch)
         _count_launches(counts, patch)
-        _name_the_device(patch)
-        _count_factories(counts, patch)
         yield counts
 
 
@@ -98,14 +70,14 @@ def _count_waits(counts: Counts, patch: pytest.MonkeyPatch) -> None:
     wait_event, wait_latch = Machine.wait, tickets.Latch.wait
 
     def waiting(machine: Machine, event: Any) -> None:
-        place = _asked_by()
+        place = asked_by()
         if place and _is_launching():
             counts.add(DEVICE_WAITS, place)
         wait_event(machine, event)
 
     def waiting_for_thread(latch: Any) -> None:
         if not latch.is_set and _is_launching():
-            counts.add(THREAD_WAITS, _asked_by() or "?")
+            counts.add(THREAD_WAITS, asked_by() or "?")
         wait_latch(latch)
 
     patch.setattr(Machine, "wait", waiting)
@@ -117,7 +89,7 @@ def _count_launches(counts: Counts, patch: pytest.MonkeyPatch) -> None:
     inside = threading.local()  # of a call that is counted as a whole
 
     def launching(machine: Machine, stream: Any, task: Any) -> None:
-        place = None if getattr(inside, "is_inside", False) else _asked_by()
+        place = None if getattr(inside, "is_inside", False) else asked_by()
         if place:
             counts.add(LAUNCHES, place)
         launch(machine, stream, task)
@@ -130,11 +102,11 @@ def _count_launches(counts: Counts, patch: pytest.MonkeyPatch) -> None:
             inside.is_inside = before
 
     def copying(device: SimulatedDevice, target: Any, source: Any) -> None:
-        counts.add(COPIES, _asked_by() or "?")
+        counts.add(COPIES, asked_by() or "?")
         whole(copy, device, target, source)
 
     def taking(memory: DeviceMemory, num_bytes: int) -> Any:
-        place = _asked_by()
+        place = asked_by()
         if place and place not in (ONLY_ON_THE_CPU, GIVEN_TO_THE_SCRIPT, PLACEHOLDER):
             counts.add(TEMPORARY_BYTES, place, num_bytes)
         return whole(take, memory, num_bytes)
@@ -144,60 +116,5 @@ def _count_launches(counts: Counts, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceMemory, "take", taking)
 
 
-def _name_the_device(patch: pytest.MonkeyPatch) -> None:
-    """It and the tensors in its memory say so."""
-    init, device_of = SimulatedDevice.__init__, torch.Tensor.device.__get__  # type: ignore[attr-defined]
-    memories: list[DeviceMemory] = []
-
-    def made(device: SimulatedDevice, *args: Any, **kwargs: Any) -> None:
-        init(device, *args, **kwargs)
-        device.torch_device = NAMED
-        memories.append(device.memory)
-
-    def device(tensor: torch.Tensor) -> torch.device:
-        found: torch.device = device_of(tensor)
-        if found.type != "cpu" or tensor.layout is not torch.strided:
-            return found
-        return NAMED if any(memory.holds(tensor) for memory in memories) else found
-
-    patch.setattr(SimulatedDevice, "__init__", made)
-    patch.setattr(torch.Tensor, "device", property(device))
-
-
-def _count_factories(counts: Counts, patch: pytest.MonkeyPatch) -> None:
-    """Those that are given the device, where they take none of its memory."""
-    if hasattr(simulator, "make_there"):
-        return
-
-    def counted(make: Any) -> Any:
-        def making(*args: Any, **kwargs: Any) -> torch.Tensor:
-            made: torch.Tensor = make(*args, **kwargs)
-            place = _asked_by() if kwargs.get("device") is NAMED else None
-            if place and (place, made.numel()) != (PLACEHOLDER, 1):
-                counts.add(TEMPORARY_BYTES, place, made.nbytes)
-            return made
-
-        return making
-
-    for name in FACTORIES:
-        patch.setattr(torch, name, counted(getattr(torch, name)))
-
-
 def _is_launching() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _asked_by() -> str | None:
-    """Where in the package the calling thread is; None where a script or torch's backward asks: [Note: whose it is]."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(PACKAGE):
-            return f"{path.removeprefix(PACKAGE)} {frame.f_code.co_name}"
-        if "/torch/" in path:
-            if "/torch/nn/" in path or "/torch/autograd/" in path or path.endswith("/utils/checkpoint.py"):
-                return None
-        elif "/tests/simulated/" not in path and "/contextlib.py" not in path:
-            return None
-        frame = frame.f_back
-    return None

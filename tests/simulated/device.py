@@ -20,7 +20,7 @@ import torch
 
 from offloadzero.engine import runtime
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.io import buffers
+from offloadzero.io import registration
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import kernels
@@ -221,7 +221,7 @@ def _reading(device: SimulatedDevice, method: Any) -> Any:
 def _keep_the_host_out(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
     """Host code that is given device memory refuses it, as it would any other device's: [Note: host code]."""
     is_cpu = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
-    to_numpy, memory_of = torch.Tensor.numpy, buffers._memory_of_tensor
+    to_numpy, memory_of = torch.Tensor.numpy, registration._memory_of_tensor
 
     def is_of_device(tensor: torch.Tensor) -> bool:
         is_kernel = is_own_work() or threading.current_thread().name == DEVICE_THREAD
@@ -245,7 +245,7 @@ def _keep_the_host_out(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> No
         torch.Tensor, "is_cpu", property(lambda tensor: bool(is_cpu(tensor)) and not is_of_device(tensor))
     )
     patch.setattr(torch.Tensor, "numpy", numpy)
-    patch.setattr(buffers, "_memory_of_tensor", memory)
+    patch.setattr(registration, "_memory_of_tensor", memory)
 
 
 def _moving(device: SimulatedDevice, method: Any) -> Any:

@@ -28,9 +28,9 @@ from offloadzero.activations import homes as activation_homes
 from offloadzero.activations import store as activations
 from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
-from offloadzero.native import compact, kernels, lion_adagrad, sgd
+from offloadzero.native import kernels
 from offloadzero.streaming import executor, unit_changes
-from offloadzero.update import delivery, edits
+from offloadzero.update import delivery, records
 from tests.simulated.memory import is_own_work
 from tests.simulated.operations import (
     has_own_dispatch,
@@ -46,6 +46,10 @@ from tests.simulated.order import DEVICE_THREAD, Clock, Holder, Order
 KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
     kernels: {
         "adam_step": ("grad",),
+        "lion_step": ("grad",),
+        "adagrad_step": ("grad",),
+        "sgd_step": ("grad",),
+        "compact_adam_step": ("grad",),
         "sq_norm": ("grad",),
         "sq_norms": ("grad",),
         "accumulate": ("grad",),
@@ -53,9 +57,6 @@ KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
         "join_master": ("param_bf16", "remainder_i16"),
         "copy": ("src",),
     },
-    compact: {"compact_adam_step": ("grad",)},
-    lion_adagrad: {"lion_step": ("grad",), "adagrad_step": ("grad",)},
-    sgd: {"sgd_step": ("grad",)},
 }
 _FILES_START = 1 << 60  # no memory has such addresses
 
@@ -160,7 +161,7 @@ def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
         activations.ActivationStore,
         delivery.UpdateTicket,
         checksums.CheckedRead,
-        edits.Edits,
+        records.Edits,
     ):
         _after_init(patch, kind, replace)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offloadzero.errors import BudgetError, NonFiniteError
-from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.leased_unit import RELEASED
+from offloadzero.errors import NonFiniteError
 from offloadzero.zero import (
     GatheredParameters,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from tests.simulated.rare_scripts import no_room_in_backward
 from tests.support.faults import delays
 from tests.support.models import Stack, features
 from tests.support.sharded import micro_batch, said_of
@@ -94,16 +92,7 @@ def step_again(engine: Any, here: Here) -> list[float]:
 
 def use_old_graphs_without_room(engine: Any, here: Here) -> list[float]:
     """Backward finds no lease for a weight and gathers it into memory of its own."""
-    touch = Executor.touch
-
-    def touching(executor: Executor, index: int, **given: bool) -> None:
-        is_away = executor.units[index].residency is RELEASED
-        if is_away and sys._getframe(1).f_code.co_name == "load":
-            raise BudgetError("no room")
-        touch(executor, index, **given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "touch", touching)
+    with no_room_in_backward():
         return use_a_graph_from_before_the_step(engine, here)
 
 

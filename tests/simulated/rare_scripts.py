@@ -282,8 +282,9 @@ def stack_of_frozen_weights() -> nn.Module:
     return model
 
 
-def use_old_graphs_without_room(engine: Any) -> list[float]:
-    """Backward finds no lease for a weight and reads it from its home, while an update writes what is beside it."""
+@contextmanager
+def no_room_in_backward() -> Iterator[None]:
+    """Inside, backward finds no lease for a weight."""
     touch = Executor.touch
 
     def touching(executor: Executor, index: int, **given: bool) -> None:
@@ -294,6 +295,12 @@ def use_old_graphs_without_room(engine: Any) -> list[float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "touch", touching)
+        yield
+
+
+def use_old_graphs_without_room(engine: Any) -> list[float]:
+    """Weights are read from their homes, while an update writes what is beside them."""
+    with no_room_in_backward():
         return use_a_graph_from_before_the_step(engine)
 
 

@@ -11,28 +11,20 @@ from torch import nn
 
 from tests.simulated.rare_scripts import Running
 from tests.support.models import PartlyUnusedBlock, Stack, features, tokens
+from tests.support.training import one_step
 
 NUM_STEPS = 2
 
 
 def train(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(NUM_STEPS * engine.gradient_accumulation_steps()):
-        loss = engine(features(seed, rows=2))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [
+        one_step(engine, features(seed, rows=2))
+        for seed in range(NUM_STEPS * engine.gradient_accumulation_steps())
+    ]
 
 
 def train_on_tokens(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(NUM_STEPS):
-        loss = engine(tokens(seed))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [one_step(engine, tokens(seed)) for seed in range(NUM_STEPS)]
 
 
 def script(engine: Any) -> list[float]:

@@ -39,7 +39,7 @@ from tests.support.plain_form import clip, engine_config, make_model, offloaded
 from tests.support.tiny import make_engine, tokens
 
 DOC = Path(__file__).parents[2] / "docs" / "architecture.md"
-ROOMS = ("step", "streaming", "activations", "update", "arithmetic")
+ROOMS = ("step", "streaming", "access", "activations", "update", "arithmetic")
 MAKING = {"__init__", "__post_init__"}
 
 

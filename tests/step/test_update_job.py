@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
-from offloadzero.step.account import Account
-from offloadzero.step.job import UpdateJob
+from offloadzero.native.hyper import AdamHyper
+from offloadzero.step.job import Account, UpdateJob
 from offloadzero.step.record_gradient import Borrowed, RecordGradient
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
@@ -50,7 +49,7 @@ def test_a_job_that_begins_takes_the_step_of_what_has_a_gradient() -> None:
     assert isinstance(job.grad, torch.Tensor)
     assert job.grad.data_ptr() == flat.data_ptr()
     assert (job.grad_scale, job.hypers) == (0.5, HYPERS)
-    assert pool.num_free == 0
+    assert len(pool._free) == 0
 
 
 ENDS: dict[str, Callable[[UpdateJob], None]] = {
@@ -65,7 +64,7 @@ def test_the_buffer_comes_back_once(end: str) -> None:
     job, pool, _ = make_job(present=frozenset({0, 1}))
     ENDS[end](job)
     job.release_gradient()
-    assert pool.num_free == 1
+    assert len(pool._free) == 1
     assert job.ticket.done() is (end != "read")
     assert [slot.step for slot in job.record.slots] == [0, 0]
     if end == "failed":

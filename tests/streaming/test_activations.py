@@ -206,7 +206,9 @@ def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -
     for _ in range(NUM_INPUT_STAGING):
         with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
             engine(large)
-    assert engine.optimizer.runtime.activations._home.sender._staging.num_free == NUM_INPUT_STAGING
+    assert (
+        len(engine.optimizer.runtime.activations._home.sender._files.staging._pool._free) == NUM_INPUT_STAGING
+    )
     assert loop(engine) == losses
     assert engine.reserved_bytes() == needed
     engine.close()
@@ -232,7 +234,7 @@ def test_an_error_of_the_drive_has_a_name(operation: str, tmp_path: Path) -> Non
     loss = None
     if operation == "pread":
         loss = engine(features(0))
-        for lane in (home.sender._lane, home.sender._writer):
+        for lane in (home.sender._lane, home.sender._files.lane):
             lane.submit(lambda: None).wait()
     home.space.files.engine.inject("errno", 1, errno.EIO)
     expected = rf"blocks\.\d activation \(nvme\): {operation} .*offloadzero-.* bytes: Input/output error"

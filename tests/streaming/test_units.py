@@ -172,7 +172,7 @@ def test_frozen_parameters_are_in_no_group() -> None:
     result = cut(model)
     record = next(record for record in result.records if record.name == "blocks.0")
     assert record.num_trainable == 0
-    assert set(record.layout()) == {SegmentKind.PARAM}
+    assert set(record.layout) == {SegmentKind.PARAM}
 
 
 # --- records ---
@@ -279,7 +279,7 @@ def test_neighbours_with_equal_hyperparameters_are_one_range() -> None:
 )
 def test_bytes_per_parameter(dtype: torch.dtype, master: torch.dtype | None, num_bytes: int) -> None:
     """DESIGN: state layouts."""
-    layout = record_of([((4096,), 0)], dtype).layout()
+    layout = record_of([((4096,), 0)], dtype).layout
     assert layout.get(SegmentKind.MASTER, (None, 0))[0] == master
     assert sum(kind_dtype.itemsize * count for kind_dtype, count in layout.values()) == num_bytes * 4096
 
@@ -306,8 +306,8 @@ def test_a_shard_has_segments_of_its_own_part_under_the_layout_of_the_whole() ->
     half = make_record(0, "unit", torch.bfloat16, params, spec=ADAM, shard=ShardSpec(1, 2))
     assert (whole.num_elements, whole.num_trainable) == (12_288, 10_240)
     assert (half.num_elements, half.num_trainable) == (16_384, 12_288)
-    assert half.state.kept_trainable == 6_144
+    assert half.kept_trainable == 6_144
     assert half.trainable_parts == whole.trainable_parts
-    kept = {kind: count for kind, (_, count) in half.layout().items()}
-    assert kept == {kind: 8_192 if kind is SegmentKind.PARAM else 6_144 for kind in whole.layout()}
-    assert all(half.layout()[kind][0] == dtype for kind, (dtype, _) in whole.layout().items())
+    kept = {kind: count for kind, (_, count) in half.layout.items()}
+    assert kept == {kind: 8_192 if kind is SegmentKind.PARAM else 6_144 for kind in whole.layout}
+    assert all(half.layout[kind][0] == dtype for kind, (dtype, _) in whole.layout.items())

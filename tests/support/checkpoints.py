@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
-from offloadzero.checkpoint.format.manifest import encode_manifest
+from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, encode_manifest
 from offloadzero.checkpoint.format.names import MANIFEST, META, is_data_file
 from tests.support.tiny import all_states
 
@@ -39,20 +38,6 @@ def edit_meta(checkpoint: Path, **changes: Any) -> None:
     values = {key: value for key, value in values.items() if value is not ...}
     (checkpoint / META).write_text(json.dumps(values))
     reseal(checkpoint)
-
-
-def to_version_1(checkpoint: Path) -> None:
-    """As the version before wrote it."""
-    values = json.loads((checkpoint / META).read_text())
-    for key in ("version", "saved_unix_ns", "lr_scheduler_type"):
-        del values[key]
-    for group in values["param_groups"]:
-        group["betas"] = group["betas"]["__tuple__"]
-    values["format"] = "offloadzero-1"
-    values["loss_scale"] = {"scale": 1.0, "good_steps": 0, "hysteresis_left": 2}
-    (checkpoint / META).write_text(json.dumps(values, indent=1))
-    (checkpoint / MANIFEST).unlink()
-    (checkpoint / "is_latest").unlink(missing_ok=True)
 
 
 class Net(nn.Module):

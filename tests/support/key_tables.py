@@ -9,9 +9,9 @@ import inspect
 import re
 from pathlib import Path
 
-from offloadzero.config.declared import shown
+from offloadzero.api.deepspeed.schedules import DEEPSPEED_SCHEDULES
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
-from offloadzero.lr_schedules import DEEPSPEED_SCHEDULES
+from offloadzero.config.readers import shown
 
 DOC = Path(__file__).parents[2] / "docs" / "config.md"
 TOP_LEVEL = "Top level"

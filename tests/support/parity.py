@@ -25,6 +25,7 @@ from tests.support.training import (
     Outcome,
     differences,
     make_config,
+    one_step,
     run_engine,
     run_plain,
     snapshot,
@@ -88,10 +89,7 @@ def train(engine: Any, case: Case, num_steps: int, at_steps: dict[int, Outcome] 
     """The losses; `at_steps[i]` becomes the state after i steps for the i that are in it."""
     losses = []
     for index, (tokens, targets) in enumerate(batches(num_steps * case.accumulation), start=1):
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(one_step(engine, tokens, targets))
         step, rest = divmod(index, case.accumulation)
         if at_steps is not None and rest == 0 and step in at_steps:
             at_steps[step] = snapshot(engine, losses)

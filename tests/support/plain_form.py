@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from tests.support.tiny import TinyModel, settings
+from tests.support.tiny import TinyModel, settings, tokens
 from tests.support.training import PLACEMENTS
 
 # Homes of gradients: the device, the host, and all three.
@@ -98,6 +98,18 @@ def expect_as_torch(
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def plain_steps(model: Any, optimizer: Any, seeds: Iterable[int], **batch: int) -> list[float]:
+    """The losses of a plain loop."""
+    losses = []
+    for seed in seeds:
+        loss = model(tokens(seed, **batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ for name in (
     "torch._dynamo",  # the first optimizer of a process imports it, which takes most of a second
     "torch.distributed.tensor",  # autograd looks it up in the first backward
     "offloadzero.api.engine",
-    "offloadzero.ranks.join",
+    "offloadzero.engine.join",
     "tests.support.ranks",
     "tests.support.sharded",
     "tests.support.tiny",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 Work = Callable[..., Any]  # of one rank: what it gives back is JSON
+Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
 END_WITHIN_S = 20.0  # after the timeout of the group
 
 
@@ -65,6 +67,20 @@ def run_ranks(
     if any(texts):
         raise RanksError(texts)
     return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def run_in_turn(works: Sequence[Work], world_size: int, directory: Path, *, timeout_s: float = 60.0) -> Found:
+    """What `work(rank, directory)` gives of each of `works`, one after the other in the same processes."""
+    begun_s = time.monotonic()
+    by_rank = run_ranks(
+        _in_turn, world_size, directory / f"{world_size} ranks", works, str(directory), timeout_s=timeout_s
+    )
+    assert time.monotonic() - begun_s < timeout_s
+    return {work.__name__: [of_rank[work.__name__] for of_rank in by_rank] for work in works}
+
+
+def _in_turn(rank: int, works: Sequence[Work], directory: str) -> dict[str, Any]:
+    return {work.__name__: work(rank, directory) for work in works}
 
 
 def _text(directory: Path, rank: int) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadzero
-from tests.support.training import make_config, merge
+from tests.support.training import make_config, merge, one_step
 
 VOCABULARY = 61
 WIDTH = 17
@@ -100,13 +100,10 @@ def make_odd_model(seed: int = 0) -> OddModel:
 
 def train(engine: offloadzero.Engine, rank: int, world_size: int, *, num_steps: int) -> list[float]:
     """The losses of this rank's micro batches."""
-    losses = []
-    for seed in range(num_steps * engine.gradient_accumulation_steps()):
-        loss = engine(micro_batch(seed, rank, world_size))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [
+        one_step(engine, micro_batch(seed, rank, world_size))
+        for seed in range(num_steps * engine.gradient_accumulation_steps())
+    ]
 
 
 def digest(values: dict[str, Tensor]) -> dict[str, str]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.access.homes import HomeAccess
 from offloadzero.memory.store import Segment
-from offloadzero.streaming.access.homes import HomeAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.local_elements import kept_place
 from offloadzero.update.records import Record
@@ -89,6 +89,14 @@ def make_config(
     elif dtype == "fp16":
         base["fp16"] = {"enabled": True, "loss_scale": 128.0}
     return merge(base, over)
+
+
+def one_step(engine: Any, *batch: Any) -> float:
+    """The loss of a micro batch, on which an engine trains."""
+    loss = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
 
 
 @dataclass

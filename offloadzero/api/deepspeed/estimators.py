@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offloadzero.config import load_config
-from offloadzero.config.reading.parse import read_float, read_int
+from offloadzero.config.readers import read_float, read_int
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model
 from offloadzero.engine.runtime import runtime_of

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offloadzero.checkpoint.format.hashing import read_bytes
 from offloadzero.checkpoint.format.json_file import decode_plain, encode_plain, parse_json
+from offloadzero.checkpoint.format.manifest import read_bytes
 from offloadzero.checkpoint.format.names import META
 from offloadzero.errors import CheckpointError, ConfigError
 
 FORMAT = "offloadzero-checkpoint"
 VERSION = 2
-FORMAT_1 = "offloadzero-1"  # of version 1, which had no manifest
 MAX_META_BYTES = 256 * 1024 * 1024
 _MAX_COUNT = 2**53
 
@@ -60,7 +59,6 @@ class Meta:
     extra_states: dict[str, Any] = field(default_factory=dict)  # [Note: extra state]
     part: PartOfModel | None = None  # None: the whole model
     saved_unix_ns: int = 0
-    version: int = VERSION
 
 
 def client_dict(client_state: object) -> dict[str, Any]:
@@ -75,7 +73,7 @@ _PLAIN = ("client_state", "lr_scheduler", "param_groups", "extra_states")
 
 def encode_meta(meta: Meta) -> bytes:
     """Return the file's bytes. ConfigError names values that JSON cannot keep."""
-    values = {"format": FORMAT, **_as_dict(meta)}
+    values = {"format": FORMAT, "version": VERSION, **_as_dict(meta)}
     for key in _PLAIN:
         # A rate may be a tensor that the script changes in place. A caller's own value is kept exactly, or refused.
         values[key] = encode_plain(values[key], key, scalars=key != "client_state")
@@ -97,22 +95,22 @@ def _as_dict(meta: Meta) -> dict[str, Any]:
     return values
 
 
-def read_mark(checkpoint: Path) -> int:
-    """Return the version of a checkpoint of this package; CheckpointError when the file is not of one."""
-    return _version(_read(checkpoint), checkpoint / META)
-
-
 def read_meta(checkpoint: Path) -> Meta:
     """Read meta.json, with every field of the right type; CheckpointError otherwise."""
     path = checkpoint / META
-    values = _read(checkpoint)
-    version = _version(values, path)
-    if version >= 2:
-        for key in filter(values.__contains__, _PLAIN):
-            values[key] = _decode(values, key, path)
-    get = _Fields(values, path)
+    values = read_mark(checkpoint)
+    for key in filter(values.__contains__, _PLAIN):
+        values[key] = _decode(values, key, path)
+
+    def get(key: str, parse: Callable[[Any], T]) -> T:
+        if key not in values:
+            raise CheckpointError(f"{path}: {key} is missing")
+        try:
+            return parse(values[key])
+        except _WrongTypeError as error:
+            raise CheckpointError(f"{path}: {key} = {_short(values[key])}: {error}") from None
+
     return Meta(
-        version=version,
         global_steps=get("global_steps", _count),
         micro_steps=get("micro_steps", _count),
         skipped_steps=get("skipped_steps", _count),
@@ -120,30 +118,26 @@ def read_meta(checkpoint: Path) -> Meta:
         client_state=get("client_state", _dict),
         loss_scale=get("loss_scale", _optional(_loss_scale)),
         lr_scheduler=get("lr_scheduler", _optional(_dict)),
-        lr_scheduler_type=get("lr_scheduler_type", _optional(_text)) if version >= 2 else None,
-        optimizer=get("optimizer", _text) if "optimizer" in values else "Adam",  # once the only one
-        partial_step=get("partial_step", _optional(_text)) if "partial_step" in values else None,
+        lr_scheduler_type=get("lr_scheduler_type", _optional(_text)),
+        optimizer=get("optimizer", _text),
+        partial_step=get("partial_step", _optional(_text)),
         steps=get("steps", _counts),
-        extra_states=get("extra_states", _dict) if "extra_states" in values else {},
-        part=get("part", _optional(_part)) if "part" in values else None,
-        saved_unix_ns=get("saved_unix_ns", _whole) if version >= 2 else 0,
+        extra_states=get("extra_states", _dict),
+        part=get("part", _optional(_part)),
+        saved_unix_ns=get("saved_unix_ns", _whole),
     )
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
+def read_mark(checkpoint: Path) -> dict[str, Any]:
+    """Return the fields of meta.json as they are; CheckpointError when it is not of a checkpoint of this package."""
     path = checkpoint / META
-    return parse_json(read_bytes(path, max_bytes=MAX_META_BYTES), path)
-
-
-def _version(values: Mapping[str, Any], path: Path) -> int:
+    values = parse_json(read_bytes(path, max_bytes=MAX_META_BYTES), path)
     name, version = values.get("format"), values.get("version")
-    if name == FORMAT_1:
-        return 1
     if name != FORMAT or type(version) is not int or version < VERSION:
         raise CheckpointError(f"{path}: format {_short(name)} instead of {FORMAT!r}")
     if version > VERSION:
         raise CheckpointError(f"{path}: version {_short(version)}; this package reads up to {VERSION}")
-    return version
+    return values
 
 
 def _decode(values: Mapping[str, Any], key: str, path: Path) -> Any:
@@ -159,23 +153,6 @@ def _short(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-class _Fields:
-    """Reads fields by name and type."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        self._values = values
-        self._path = path
-
-    def __call__(self, key: str, parse: Callable[[Any], T]) -> T:
-        if key not in self._values:
-            raise CheckpointError(f"{self._path}: {key} is missing")
-        try:
-            return parse(self._values[key])
-        except _WrongTypeError as error:
-            shown = _short(self._values[key])
-            raise CheckpointError(f"{self._path}: {key} = {shown}: {error}") from None
 
 
 class _WrongTypeError(Exception):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool, file_size
 from offloadzero.checkpoint.format.json_file import parse_json
+from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, file_size
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from offloadzero.checkpoint.format.hashing import FileEntry, HashedFile, HashingPool
+from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool
 from offloadzero.checkpoint.format.safetensors_file import TensorSpec
 from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import rebuild_tensor, rebuild_tensor_of_dtype

@@ -122,11 +122,10 @@ class Records:
         import torch
 
         from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, REMAINDER_DTYPE
-        from offloadzero.kernel_arguments.adam import AdamHyper
-        from offloadzero.kernel_arguments.compact import num_scales
+        from offloadzero.core.constants import num_scales
         from offloadzero.memory.arena import Arena, allocate_host, staggered
-        from offloadzero.native.compact import compact_encode
-        from offloadzero.native.kernels import split_master
+        from offloadzero.native.hyper import AdamHyper
+        from offloadzero.native.kernels import compact_encode, split_master
 
         self.num_params = num_params
         self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -156,9 +155,8 @@ class Records:
 
     def adam(self, layout: str, isa: Any, num_threads: int, *, what: str = "ours") -> tuple[Case, Sample]:
         """Return the case of one step of a layout. Data in the cache are timed over many calls."""
-        from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM
-        from offloadzero.native.compact import compact_adam_step
-        from offloadzero.native.kernels import adam_step
+        from offloadzero.core.constants import COMPACT_BYTES_PER_PARAM
+        from offloadzero.native.kernels import adam_step, compact_adam_step
 
         options: dict[str, Any] = {"hyper": self.hyper, "step": 10, "isa": isa, "num_threads": num_threads}
 
@@ -170,7 +168,7 @@ class Records:
             param, remainder, exp_avg, exp_avg_sq = self.compact
             compact_adam_step(param, self.grad, remainder, exp_avg, exp_avg_sq, self.scales, **options)
 
-        num_bytes = 26 if layout == "fp32" else 2 * BYTES_PER_PARAM + 2
+        num_bytes = 26 if layout == "fp32" else 2 * COMPACT_BYTES_PER_PARAM + 2
         case = Case(what, layout, isa.value, num_threads, num_bytes, self.num_params)
         step = fp32_step if layout == "fp32" else compact_step
         return case, timed(step, num_calls=1 if self.num_params > IN_CACHE_PARAMS else 200)

@@ -42,7 +42,7 @@ from offloadzero.cli.bench.traffic import (
     pump,
 )
 from offloadzero.cli.output import Progress, check_output, print_lines, read_seconds, save_json
-from offloadzero.config.reading.parse import read_num_bytes
+from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioBackend, AioEngine, AioFile
 from offloadzero.observe.texts import size_text

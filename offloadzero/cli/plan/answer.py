@@ -35,10 +35,10 @@ from typing import Any
 from torch import nn
 
 from offloadzero.config import OffloadConfig, load_config
+from offloadzero.core.constants import COMPACT_CHUNK_MULTIPLE
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES

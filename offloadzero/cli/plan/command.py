@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadzero.cli.output import check_output, make_page, print_lines, save_json, save_text
 from offloadzero.config import OffloadConfig, load_config, read_config_file
-from offloadzero.config.reading.parse import read_num_bytes
+from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import MAX_RANKS
 

@@ -53,9 +53,9 @@ from offloadzero.cli.plan.computation import (
 )
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, OffloadError
-from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.observe.monitor import STEPS_FILE
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.hardware import (

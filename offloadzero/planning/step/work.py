@@ -195,7 +195,7 @@ def _unit_work(record: Record, plan: MemoryPlan, config: OffloadConfig, num_micr
         gradient={lane: size / num_micro for lane, size in gradient_bytes(record, plan, num_micro).items()},
         measured_on_device=tier.is_device,
         update=update_bytes(record, plan),
-        num_chunks=-(-record.state.kept_trainable // config.update.chunk_elements),
+        num_chunks=-(-record.kept_trainable // config.update.chunk_elements),
         shares_leases=not tier.is_device and not record.resident,
         passes=not tier.is_device and not plan.grads_have_homes,
         is_staged=not tier.is_device and plan.grads_have_homes and is_merged,
@@ -224,10 +224,10 @@ def fetch_bytes(record: Record, plan: MemoryPlan, *, is_near: bool = False) -> d
 def gradient_bytes(record: Record, plan: MemoryPlan, num_micro: int) -> dict[str, int]:
     """Return the bytes by lane of a record's gradient in backward, all micro batches together."""
     tier = plan.placement[record.index, GRAD]
-    home = record.state.kept_trainable * record.grad_dtype.itemsize
+    home = record.kept_trainable * record.grad_dtype.itemsize
     if tier.is_device:
         return {LANDING: _num_measured(record, num_micro) * home}
-    brought = record.state.kept_trainable * record.dtype.itemsize
+    brought = record.kept_trainable * record.dtype.itemsize
     # Norms are taken of the gradient at home; later ones are added to it.
     lanes = {D2H: num_micro * brought, LANDING: num_micro * home}
     if not plan.grads_have_homes:
@@ -247,10 +247,10 @@ def _num_measured(record: Record, num_micro: int) -> int:
 
 def update_bytes(record: Record, plan: MemoryPlan) -> dict[str, int]:
     """Return the bytes by lane of a record's update, of a gradient that lives on a drive too."""
-    trainable = record.state.kept_trainable
+    trainable = record.kept_trainable
     grad_bytes = trainable * record.grad_dtype.itemsize
     sizes: dict[SegmentKind, int] = {}
-    for kind, (dtype, _) in record.layout().items():
+    for kind, (dtype, _) in record.layout.items():
         part = record.chunk_slice(kind, 0, trainable)
         sizes[kind] = (part.stop - part.start) * dtype.itemsize
     tiers = {kind: plan.placement[record.index, kind] for kind in (*sizes, GRAD)}
@@ -396,7 +396,7 @@ def traffic_of(
             sheet.send(BACKWARD, _of_gradient(record, plan, config, machine_ranks), times=num_micro)
             sheet.send(AFTER, _of_update(record))
         if plan.placement[record.index, GRAD].is_device:
-            home = record.state.kept_trainable * record.grad_dtype.itemsize
+            home = record.kept_trainable * record.grad_dtype.itemsize
             measured += _num_measured(record, num_micro) * home
     if config.activation_checkpoints is not None:
         _add_inputs(sheet, config.activation_checkpoints.tier, inputs, num_micro)
@@ -465,8 +465,8 @@ def _of_gradient(
     """Yield the collectives of the gradient of one backward. `machine_ranks`: [Note: two hops]'s G."""
     wire, num_ranks = gradient_wire(record, config.zero_plus_plus), record.shard.world_size
     if wire is not None:
-        if wire.region.exact:
-            num_exact = wire.region.exact_elements * num_ranks
+        if wire.exact:
+            num_exact = wire.exact_elements * num_ranks
             yield GRADIENTS, REDUCE_SCATTER, num_exact * record.dtype.itemsize
         num_machines = num_ranks // machine_ranks
         if machine_ranks > 1:
@@ -486,5 +486,5 @@ def _of_gradient(
 
 
 def _of_update(record: Record) -> Iterator[Collective]:
-    if record.state.keeps_whole_params:
+    if record.keeps_whole_params:
         yield UPDATES, ALL_GATHER, record.num_trainable * record.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The parameters as they were before their model was offloaded, and the way back.
+"""The way of parameters from their module into their homes, and the way back.
 
 [Note: the original form]
 A model gives its memory up unit by unit as its states move to their homes, so that nothing is there twice. When the
@@ -9,22 +9,22 @@ rounds the master to 24 bits) comes back as rounded as it would have been traine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from offloadzero.access.parameter import restore_parameter
+from offloadzero.access.weights import WeightAccess, encode
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
-from offloadzero.parameters.weight import restore_parameter
+from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.access.weights import WeightAccess
-from offloadzero.streaming.building.initial_values import write_weights
-from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts
+from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts, take
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.record_state import segment_slice
-from offloadzero.update.records import Record
+from offloadzero.update.local_elements import kept_params, kept_place
+from offloadzero.update.records import Record, segment_slice
 
 
 class OriginalForm:
@@ -146,3 +146,43 @@ def _value(
         part = segment_slice(SegmentKind.MASTER, slot.offset, slot.offset + slot.num_elements)
         value = device_math.join_master(value, master[part])
     return value.view(slot.shape)
+
+
+def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: bool = True) -> None:
+    """Write the module's present values to the record's homes and free them in the module.
+
+    fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. Over several ranks
+    those that these have in parts are gathered, and, unless not `agrees`, all become those of the first rank.
+    """
+    channel = None if group.is_alone else group.control
+    layout = record.layout
+    param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
+    master = None
+    if SegmentKind.MASTER in layout:
+        master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
+    for slot in record.slots:
+        encode(slot, take(slot.param, channel), param, master)
+        slot.param.data = torch.zeros((), dtype=record.dtype, device="cpu").expand(slot.shape)
+    for values in (param, master) if agrees else ():
+        if values is not None:
+            group.agree(values)
+    kept_param = kept_params(record, param)
+    writes: list[Ticket] = [store.write(record.param_home, kept_param)]
+    if master is not None and bool(torch.count_nonzero(master)):
+        start, stop = record.shard.kept_range(record.num_trainable)
+        writes.append(store.write(record.segments[SegmentKind.MASTER], master[start:stop]))
+    AllOf(writes).wait()
+
+
+def write_states(record: Record, groups: Sequence[Mapping[str, object]], store: TieredStore) -> None:
+    """Write the states of a first step into their homes, which hold zeros."""
+    for slot in record.trainable_slots:
+        for kind in record.spec.states:
+            value = record.spec.initial_value(kind, groups[slot.group_index or 0])
+            place = kept_place(record, slot, kind)
+            if value and place.num_elements:
+                store.write(
+                    record.segments[kind],
+                    torch.full((place.num_elements,), value, dtype=torch.float32, device="cpu"),
+                    start=place.start,
+                ).wait()

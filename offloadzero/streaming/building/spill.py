@@ -3,7 +3,7 @@
 `zero.Init` hands large parameters over as soon as their module exists; the runtime takes them back one unit at a
 time. They wait with all bits they were initialised with, so a model built under `Init` trains exactly as one that
 was not; on NVMe each has a file of its own until then. Meanwhile such a parameter is one that is away: reads give its
-value, writes arrive ([Note: a parameter away] in parameters/weight.py), and it is trained or saved as any other.
+value, writes arrive ([Note: a parameter away] in access/parameter.py), and it is trained or saved as any other.
 
 [Note: one place at a time]
 A parameter gets its weight object before its memory goes, and its memory before that object goes: an interrupt between
@@ -24,28 +24,21 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offloadzero.access.parameter import is_offloaded, offload_parameter, restore_parameter
+from offloadzero.access.weight import Weight, weight_of
 from offloadzero.core import interrupts
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import is_interrupt, uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, set_data
 from offloadzero.errors import AioError, StateError
 from offloadzero.memory.arena import align_up
-from offloadzero.parameters.weight import (
-    Alias,
-    HeldAlias,
-    expect_own_value,
-    is_offloaded,
-    offload_parameter,
-    restore_parameter,
-    weight_of,
-)
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.ranks.building import ValueParts
 
 
-class SpilledWeight:
-    """The value of one parameter outside the module: a `Weight` of offloadzero.parameters."""
+class SpilledWeight(Weight):
+    """The value of one parameter outside the module."""
 
     def __init__(
         self,
@@ -64,14 +57,10 @@ class SpilledWeight:
         kept = value.detach().to("cpu")
         if parts is not None:
             kept = parts.divide(kept, source=source)
+        super().__init__(name, value.shape, value.dtype, value.device)
         self.parts = parts
-        self.name = name
-        self.shape = value.shape
-        self.dtype = value.dtype
-        self.device = value.device
         self.directory = directory
         self._param = weakref.ref(param)
-        self._alias = HeldAlias()
         self._num_writes = 0
         self._value: torch.Tensor | None = None
         self._file: _UnnamedFile | None = None
@@ -105,18 +94,14 @@ class SpilledWeight:
         return self.shape if self.parts is None else self.parts.kept_shape(self.shape)
 
     @property
-    def history(self) -> tuple[int, int]:
-        """A number that changes with each write."""
+    def version(self) -> tuple[int, int]:
+        """A number that changes with each write: a graph over a parameter that is away asks for it."""
         return 0, self._num_writes
 
-    def read(self) -> torch.Tensor:
-        """Return the value on the parameter's device; not to be written."""
-        return self._stored().to(self.device).contiguous()
-
-    def read_to_write(self) -> torch.Tensor:
-        """Return the value on the parameter's device, in memory of its own."""
-        value = self.read()
-        return value.clone() if self._file is None and self.parts is None else value
+    def read(self, *, to_write: bool = False) -> torch.Tensor:
+        """Return the value on the parameter's device."""
+        value = self._stored().to(self.device).contiguous()
+        return value.clone() if to_write and self._file is None and self.parts is None else value
 
     @uninterrupted_throughout
     def write(self, value: torch.Tensor, *, source: int = 0) -> None:
@@ -131,20 +116,13 @@ class SpilledWeight:
         else:
             self._kept().copy_(kept)
 
-    def count_write(self) -> None:
-        """Do nothing: a graph over a parameter that is away asks for its `history`."""
-
-    def alias(self) -> Alias:
-        """Return the tensor that stands for the value until `assign`."""
-        return self._alias.of(self)
-
     @uninterrupted_throughout
     def assign(self, value: torch.Tensor) -> None:
         """Do `param.data = value`, of any shape, dtype and device, as for an ordinary parameter."""
         param = self._param()
-        if param is None or value is param or self._alias.stands_for(value):
+        if param is None or value is param or self.is_assigned_itself(value):
             return
-        expect_own_value(self, value)
+        self.expect_own(value)
         new = self._like(param, value.detach().clone())
         try:
             wear(param, new)
@@ -152,7 +130,7 @@ class SpilledWeight:
             offload_parameter(param, self)
             new.drop()
             raise
-        self._alias.fix(self)
+        self.leave_alias()
         self.drop()
 
     def _like(self, param: nn.Parameter, value: torch.Tensor) -> SpilledWeight:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offloadzero.arithmetic.remainders import MASTER_DTYPES
-from offloadzero.config import UnitConfig
+from offloadzero.config import OffloadConfig, UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import WHOLE, ShardSpec
 from offloadzero.streaming.building.shared_memory import expect_memory_of_its_own
@@ -121,17 +121,20 @@ def cut_units(
     return UnitCut(tuple(records), sites, together, owners)
 
 
-def checkpointed_modules(
-    model: nn.Module, cut: UnitCut, units: UnitConfig, patterns: Sequence[str]
-) -> dict[str, nn.Module]:
-    """Return the modules of the units whose name matches one of `patterns`, or of all unit roots without patterns.
+def checkpointed_modules(model: nn.Module, cut: UnitCut, config: OffloadConfig) -> dict[str, nn.Module]:
+    """Return the modules by name whose forward is run again in backward.
+
+    They are those of the units whose name matches one of the patterns, or of all unit roots without patterns.
 
     Raises:
         ConfigError: a pattern matches no unit, or a unit that is never called as a module.
     """
+    if config.activation_checkpoints is None:
+        return {}
+    patterns = config.activation_checkpoints.units
     names = {record.unit_name for record in cut.records} - {REST}
     key = "offloadzero.activation_checkpoints.units"
-    roots = [] if patterns else sorted(names & set(_unit_roots(model, units).values()))
+    roots = [] if patterns else sorted(names & set(_unit_roots(model, config.units).values()))
     if not patterns and not roots:
         raise ConfigError(key, None, "the model has no repeated blocks: name units", known_values=names)
     chosen = {name: model.get_submodule(name) for name in roots}

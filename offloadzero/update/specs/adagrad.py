@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.compact_math import sqrt_
-from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.arithmetic.torch_steps import Fp32Piece
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.adagrad import AdagradHyper
-from offloadzero.kernel_arguments.scalars import StepScalars
-from offloadzero.native import lion_adagrad
-from offloadzero.optim.cpu_adagrad import CPUAdagrad
-from offloadzero.update.fp32_spec import Fp32Spec
-from offloadzero.update.spec import Buffers, number
+from offloadzero.native import kernels
+from offloadzero.native.hyper import AdagradHyper, StepScalars
+from offloadzero.optim.cpu_optimizers import CPUAdagrad
+from offloadzero.update.spec import Buffers, Fp32Spec, number
 
 SUM = SegmentKind("sum")
 
@@ -55,7 +53,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
         self, buffers: Buffers, *, hyper: AdagradHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
         """Do one step in place by the kernel."""
-        lion_adagrad.adagrad_step(
+        kernels.adagrad_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[SUM],

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from offloadzero.arithmetic import compact_math
 from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE
-from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
-from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.arithmetic.torch_steps import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
+from offloadzero.core.constants import num_scales
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError
-from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import num_scales
+from offloadzero.native.hyper import AdamHyper
 from offloadzero.optim.compact_tensors import MOMENT_CODES
-from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.optim.cpu_optimizers import CPUAdam
 from offloadzero.update import device_adam
 from offloadzero.update.spec import Buffers, FormChoice, OptimizerSpec, StateCodes, UpdateForm, betas, number
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.arithmetic.torch_steps import Fp32Piece
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.lion import LionHyper
-from offloadzero.kernel_arguments.scalars import StepScalars
-from offloadzero.native import lion_adagrad
-from offloadzero.optim.cpu_lion import CPULion
-from offloadzero.update.fp32_spec import Fp32Spec
-from offloadzero.update.spec import Buffers, betas, number
+from offloadzero.native import kernels
+from offloadzero.native.hyper import LionHyper, StepScalars
+from offloadzero.optim.cpu_optimizers import CPULion
+from offloadzero.update.spec import Buffers, Fp32Spec, betas, number
 
 EXP_AVG = SegmentKind("exp_avg")
 
@@ -54,7 +52,7 @@ class LionSpec(Fp32Spec[LionHyper]):
         num_threads: int | None,
     ) -> None:
         """Do one step in place by the kernel."""
-        lion_adagrad.lion_step(
+        kernels.lion_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[EXP_AVG],

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.arithmetic.torch_steps import Fp32Piece
 from offloadzero.core.segments import SegmentKind
-from offloadzero.kernel_arguments.scalars import StepScalars
-from offloadzero.kernel_arguments.sgd import SgdHyper
-from offloadzero.native import sgd
-from offloadzero.update.fp32_spec import Fp32Spec
-from offloadzero.update.spec import Buffers, number
+from offloadzero.native import kernels
+from offloadzero.native.hyper import SgdHyper, StepScalars
+from offloadzero.update.spec import Buffers, Fp32Spec, number
 
 MOMENTUM_BUFFER = SegmentKind("momentum_buffer")
 
@@ -50,7 +48,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         self, buffers: Buffers, *, hyper: SgdHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
         """Do one step in place by the kernel."""
-        sgd.sgd_step(
+        kernels.sgd_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[MOMENTUM_BUFFER],

@@ -1,1 +1,0 @@
-"""Arguments of the optimizer kernels: hyperparameters, tensors, the blocks of the compact state."""
