@@ -1,12 +1,13 @@
 """The reduction of gradients over the ranks, on the lane that takes them home.
 
 [Note: two hops]
-Gradients that go as int4 codes, ZeRO++'s qgZ, are reduced within machines and then between them. With N ranks on machines of G each, the gradient is N parts of k elements, part r for rank r. First each rank sends to
-each rank of its machine the parts of those that have that one's place in their machines, N / G of them, as codes. The
-sums of these, in fp32, go as codes again between the ranks of equal place, each to its owner, who adds them up in fp32.
-So a value is rounded to codes twice, whatever the number of ranks, and a machine sends a quarter of the bytes of a bf16
-gradient, where one all-to-all over all ranks would send that for each of its ranks. With one machine, or one rank on
-each, there is one hop. The sums are taken in the order of the ranks: they have the same bits in each run.
+Gradients that go as int4 codes (ZeRO++'s qgZ) are reduced within machines and then between them. With N ranks on
+machines of G each, the gradient is N parts of k elements, part r for rank r. First each rank sends to each rank of its
+machine the parts of those that have that one's place in their machines, N / G of them, as codes. The sums of these, in
+fp32, go as codes again between the ranks of equal place, each to its owner, who adds them up in fp32. So a value is
+rounded to codes twice, whatever the number of ranks, and a machine sends a quarter of the bytes of a bf16 gradient,
+where one all-to-all over all ranks would send that for each of its ranks. With one machine, or one rank on each, there
+is one hop. The sums are taken in the order of the ranks: they have the same bits in each run.
 
 The codes that a rank sends have memory of their own in the plan. Those that it receives come to the first bytes of the
 gradient's lease, whose values have become codes by then, and its part of the result goes to the last ones. Parameters
