@@ -130,6 +130,8 @@ class ScriptBlocks:
 
     def meet(self, act: str, block: GatheredBlock, *, gathers: bool = False) -> None:
         """Raise StateError on all ranks unless all do the same; `gathers`: with the same parameters."""
+        if self._group.is_alone:
+            return
         num, first = len(block.places), block.places[0].slot.name
         label = f"GatheredParameters of {first}{f' and {num - 1} others' if num > 1 else ''}"
         text = f"{act} GatheredParameters of {num} parameters (modifier_rank={block.modifier_rank})"

@@ -92,9 +92,19 @@ def _offload(
     offloaded.runtime.forget_gradients()
     if settings.world_size > 1:
         # accelerate's prepare(), and with it the Trainer of transformers, would wrap it in DistributedDataParallel.
-        model.__dict__[ACCELERATE_MARK] = True
-        offloaded.runtime.on_restore.append(partial(model.__dict__.pop, ACCELERATE_MARK))
+        model.__dict__[ACCELERATE_MARK] = _Prepared()
+        offloaded.runtime.on_restore.append(partial(model.__dict__.pop, ACCELERATE_MARK, None))
     return model, offloaded
+
+
+class _Prepared:
+    """True; of a copy of the model, which is an ordinary one, False."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
 
 
 def _log_kept_gradients(num_bytes: int) -> None:

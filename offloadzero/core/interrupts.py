@@ -77,7 +77,7 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         finally:
             # Again: where torch's compiler evaluates frames Python looks for signals behind each call, this one too.
-            while held.pending and call_late(sys._getframe(1)):
+            while held.pending and call_late(sys._getframe().f_back):
                 pass
 
     return entry
@@ -111,7 +111,7 @@ def wait(block: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
 
     It is not called when one has: a caller that waits for long comes back now and then.
     """
-    if held.pending:
+    if held.pending and threading.get_ident() == threading.main_thread().ident:
         call_late(sys._getframe())
     return block(*args, **kwargs)
 
@@ -121,10 +121,16 @@ def hold_until(reference: Callable[[], object] | None) -> None:
     held.until = reference or _nothing
 
 
-def call_late(frame: FrameType) -> bool:
-    """Call the handlers that wait, unless they still must at `frame`; return whether. Raises what they raise."""
-    is_main = threading.get_ident() == threading.main_thread().ident
-    if is_main and (held.until() is not None or _is_uninterrupted(frame)):
+def call_late(frame: FrameType | None) -> bool:
+    """Call the handlers that wait, unless they still must at `frame`, the caller's; return whether.
+
+    On a thread that autograd has made there may be no caller. Raises what handlers raise.
+    """
+    main = threading.main_thread().ident
+    is_main = threading.get_ident() == main
+    if held.until() is not None or _is_uninterrupted(
+        frame if is_main else sys._current_frames().get(main or 0)
+    ):
         return False
     # Nothing is called between a look at `late` and what is put into `pending`: Python looks for signals at calls.
     while held.late:
@@ -157,10 +163,10 @@ _THROUGHOUT = uninterrupted_throughout(_nothing).__wrapped__.__code__  # type: i
 _OPEN = (call_script.__code__, _call.__code__)
 
 
-def _is_uninterrupted(at: FrameType, *, is_second: bool = False) -> bool:
+def _is_uninterrupted(at: FrameType | None, *, is_second: bool = False) -> bool:
     """Whether a handler must wait in the frame `at`; `is_second`: one of the signal waits already."""
-    frame: FrameType | None = at
-    is_wait = at.f_code is wait.__code__
+    frame = at
+    is_wait = at is not None and at.f_code is wait.__code__
     while frame is not None and frame.f_code not in _OPEN:
         if frame.f_code in _entries and not is_wait:
             return True
@@ -186,6 +192,9 @@ class _Asking:
         at = frame if frame is not None else sys._getframe(1)
         if at.f_code in _OPEN:  # the script's code has not begun, or is over
             at = cast(FrameType, at.f_back)
+        if sys.version_info < (3, 11) and at.f_code in _entries:  # it may have looked for the last time
+            _thread.interrupt_main(cast(signal.Signals, number))
+            return
         is_second = number in held.late
         if (held.until() is not None and not is_second) or _is_uninterrupted(at, is_second=is_second):
             held.late[number] = self.handler

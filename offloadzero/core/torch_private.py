@@ -122,8 +122,10 @@ def skip_frame(function: Callable[..., Any], *, with_calls: bool, inlined: bool 
         setattr(function, "_torchdynamo_disable_msg", _REASON)  # noqa: B010
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
-    for each in (function, inspect.unwrap(function)):
+    each: Any = function
+    while each is not None:
         _eval_frame.set_code_exec_strategy(each.__code__, strategy)
+        each = getattr(each, "__wrapped__", None)
 
 
 def skip_methods(kind: type) -> None:

@@ -16,6 +16,7 @@ from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
+from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.join import expect_same_homes, expect_same_model
 from offloadzero.engine.lifetime import Resources
@@ -228,11 +229,7 @@ class Parts:
         self.changes = changes = executor.changes
         cores, num_threads = self._update_threads()
         self.pipeline = self._make_pipeline(cores, num_threads)
-        self.activations: ActivationStore | None = None
-        if config.activation_checkpoints:
-            self.activations = resources.make(
-                lambda: make_activation_store(config, plan, store, clock=clock, group=group)
-            )
+        self.activations = self._make_activations(resources) if config.activation_checkpoints else None
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
@@ -302,6 +299,14 @@ class Parts:
             accumulation=self.accumulation,
             current_hypers=loop.current_hypers,
             before_backward=loop.before_backward,
+        )
+
+    @uninterrupted  # a file that is made is one that is closed
+    def _make_activations(self, resources: Resources) -> ActivationStore:
+        return resources.make(
+            lambda: make_activation_store(
+                self._config, self._plan, self._store, clock=self._clock, group=self._group
+            )
         )
 
     def _make_executor(self, records: Sequence[Record], coded: CodedGather) -> Executor:

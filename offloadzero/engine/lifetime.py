@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from offloadzero.core.interrupts import is_interrupt, uninterrupted
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import StateError
 from offloadzero.memory.tickets import Failures, Latch
 
@@ -61,7 +61,6 @@ class Resources:
         """Add a part and the call that closes it. The call may come twice, and uses only parts added before."""
         self._parts.append(close)
 
-    @uninterrupted  # a file that is made is one that is closed
     def make(self, make: Callable[[], Part]) -> Part:
         """Return the part that `make` makes, which is added first: no error can come between the two."""
         made: list[Part] = []

@@ -128,6 +128,7 @@ class Runtime:
             self.undo()
             raise
 
+    @uninterrupted  # a file that is made is one that is closed
     def _take_memory(self) -> None:
         self.store = self.resources.make(
             lambda: open_store(self.records, self.config, self.plan, self.accelerator, failures=self.failures)

@@ -19,6 +19,8 @@ class CollectiveSaving:
     Raises ConfigError where mixed precision is asked for that the configuration has not.
     """
 
+    _state: dict[str, Any] | None = None  # of the model, while it is saved
+
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         model, given = self.model, self.args  # type: ignore[attr-defined]
@@ -29,12 +31,21 @@ class CollectiveSaving:
                 allowed = f'"{name}": {{"enabled": true}} in the configuration: there is no autocast over several ranks'
                 raise ConfigError(f"TrainingArguments.{name}", True, allowed)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Read on all ranks, and write as the Trainer does."""
         model = self.model  # type: ignore[attr-defined]
-        if state_dict is None and hasattr(model, "peft_config"):
+        if hasattr(model, "peft_config"):
             named = model.named_parameters()
-            state_dict = {name: param.detach().clone() for name, param in named if param.requires_grad}
-        super()._save(output_dir, model.state_dict() if state_dict is None else state_dict)  # type: ignore[misc]
+            self._state = {name: param.detach().clone() for name, param in named if param.requires_grad}
+        else:
+            self._state = model.state_dict()
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._state = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, self._state if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         states = self.optimizer.state_dict()  # type: ignore[attr-defined]

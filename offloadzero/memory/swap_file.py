@@ -65,10 +65,7 @@ class SwapFile:
         self.descriptor = -1
         try:
             self.path = self.path.absolute()  # removed later, perhaps from another directory
-            with _directory(directory) as at:
-                self.descriptor = _make_linked(at, self.path, file_id)
-                if self.descriptor < 0:
-                    self.descriptor = _make_named(at, self.path, file_id)
+            self._make(directory, file_id)
         except BaseException as error:
             self.remove()
             if isinstance(error, AioError) or not isinstance(error, OSError):
@@ -76,6 +73,13 @@ class SwapFile:
             raise AioError(
                 operation="open", path=str(self.path), offset=0, num_bytes=0, errno=error.errno or errno.EIO
             ) from error
+
+    @uninterrupted  # a file that is made has its number here, by which it is removed
+    def _make(self, directory: Path, file_id: bytes) -> None:
+        with _directory(directory) as at:
+            self.descriptor = _make_linked(at, self.path, file_id)
+            if self.descriptor < 0:
+                self.descriptor = _make_named(at, self.path, file_id)
 
     @property
     def open_path(self) -> str:

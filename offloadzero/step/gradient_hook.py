@@ -57,7 +57,7 @@ def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], 
                 if gradient is not None:
                     step.complete(gradient)
         finally:
-            while held.pending and call_late(sys._getframe(1)):
+            while held.pending and call_late(sys._getframe().f_back):
                 pass
 
     return take

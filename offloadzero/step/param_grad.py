@@ -242,7 +242,7 @@ class GradientHandle:
         source.take_contribution()
         # References to the tensor: this handle, the call. To the source: the tensor, this handle, this function, the
         # call.
-        if getrefcount(self.tensor) > 2 or (source.num_tensors > 1 and getrefcount(source) > 4):
+        if getrefcount(self.tensor) > 2 or (source.num_tensors > 1 and getrefcount(self.source) > 4):
             source.is_dropped = True
             self._renew()
 
