@@ -33,7 +33,7 @@ from offloadzero.memory.lanes import Accelerator  # noqa: E402
 from offloadzero.memory.pages import populate  # noqa: E402
 from offloadzero.memory.tickets import Failures  # noqa: E402
 from offloadzero.native.hyper import AdamHyper  # noqa: E402
-from offloadzero.update.device_adam import adam_step  # noqa: E402
+from offloadzero.update.adam_form import adam_step  # noqa: E402
 from offloadzero.update.spec import UpdateForm, device_form  # noqa: E402
 from offloadzero.update.specs.adam import ADAM  # noqa: E402
 

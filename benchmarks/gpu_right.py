@@ -27,7 +27,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 import torch  # noqa: E402
 
 from offloadzero.memory.device import find_device  # noqa: E402
-from offloadzero.update.device_adam import triton_problem  # noqa: E402
+from offloadzero.update.adam_form import triton_problem  # noqa: E402
 from tests.support.small_gpt import SmallGpt  # noqa: E402
 from tests.support.tiny import tokens  # noqa: E402
 from tests.support.training import (  # noqa: E402

@@ -26,7 +26,7 @@ from offloadzero.errors import ConfigError, OffloadError, StateError
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.ranks.shard import divides_params
-from offloadzero.streaming.building.spill import (
+from offloadzero.streaming.building.waiting_parameters import (
     SpilledWeight,
     can_spill,
     is_in_parts,
@@ -38,8 +38,8 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 if TYPE_CHECKING:  # imported late, as they load torch.distributed
-    from offloadzero.ranks.building import BuildingRanks
-    from offloadzero.streaming.building.divided import LentParameters
+    from offloadzero.ranks.init_parts import BuildingRanks
+    from offloadzero.streaming.building.waiting_in_parts import LentParameters
 
 # Smaller parameters stay in memory until the model is offloaded: a file each would cost more than it saves.
 MIN_SPILL_ELEMENTS = 4096
@@ -163,7 +163,7 @@ class Init:
             return
         import torch.distributed as dist
 
-        from offloadzero.ranks.building import BuildingRanks  # late, as torch.distributed
+        from offloadzero.ranks.init_parts import BuildingRanks  # late, as torch.distributed
 
         members = None if self._group is None else sorted(dist.get_process_group_ranks(self._group))
         with telling_others():
@@ -233,7 +233,7 @@ class Init:
             name = f"{type(module).__name__}.{name}"
             is_large = param.numel() >= MIN_SPILL_ELEMENTS
             if self._ranks is not None:
-                from offloadzero.streaming.building.divided import spill_divided
+                from offloadzero.streaming.building.waiting_in_parts import spill_divided
 
                 directory = self._next_directory(param.nbytes) if is_large else None
                 spill_divided(param, name=name, directory=directory, ranks=self._ranks)
@@ -377,7 +377,7 @@ class GatheredParameters:
             self._built.append(_Built(param, param.data.clone(), spilled))
 
     def _lend(self, params: Iterable[nn.Parameter]) -> None:
-        from offloadzero.streaming.building.divided import (
+        from offloadzero.streaming.building.waiting_in_parts import (
             LentParameters,  # imported here: it loads torch.distributed
         )
 

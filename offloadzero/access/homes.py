@@ -22,7 +22,7 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group, gather_parts
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.local_elements import kept_parts, kept_place
+from offloadzero.update.kept_elements import kept_parts, kept_place
 from offloadzero.update.records import Record, segment_slice
 from offloadzero.update.spec import StateCodes
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from offloadzero.access.by_value import ByValue
-from offloadzero.access.collectives import is_taken_untold, refuse_untold
+from offloadzero.access.pickling import ByValue
+from offloadzero.access.script_collectives import is_taken_untold, refuse_untold
 from offloadzero.access.tensor import RemoteTensor, StandIn
 from offloadzero.access.trees import map_leaves
 from offloadzero.access.weight import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of

@@ -34,8 +34,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from offloadzero.access import collectives
-from offloadzero.access.by_value import ArrayByValue
+from offloadzero.access import script_collectives as collectives
+from offloadzero.access.pickling import ArrayByValue
 from offloadzero.access.trees import leaves_of, map_leaves
 from offloadzero.core.torch_private import (
     autocast_key,

@@ -18,6 +18,7 @@ from torch import nn
 from offloadzero.access.dtensors import expect_no_dtensors
 from offloadzero.api.optimizer_loading import plan_optimizer_load
 from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
+from offloadzero.api.overridden_methods import overrides_text
 from offloadzero.config import UNRESOLVED, OffloadConfig, load_config, settle_for_offload
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import uninterrupted
@@ -31,7 +32,6 @@ from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.memory_plan import with_kept_gradients
 from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.overrides import overrides_text
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, Hyper
 from offloadzero.update.specs import known_classes_text, spec_of, spec_of_type

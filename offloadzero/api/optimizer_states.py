@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offloadzero.access.state import state_tensor
+from offloadzero.access.state_dict import state_tensor
 from offloadzero.access.tensor import RemoteValue
 from offloadzero.access.weights import WeightAccess
 from offloadzero.core.segments import SegmentKind

@@ -3,7 +3,7 @@
 [Note: one arithmetic]
 An update on a device repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
 csrc/cpu_adam), so it and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
-root are correctly rounded, which CUDA's are. [Note: forms of the update] in update/device_adam.py lists its forms.
+root are correctly rounded, which CUDA's are. [Note: forms of the update] in update/adam_form.py lists its forms.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction import Reduction
-from offloadzero.step.window import GradientWindow
-from offloadzero.streaming.building.spill import file_bytes, host_bytes
+from offloadzero.step.script_gradients import GradientWindow
 from offloadzero.streaming.building.units import UnitCut, cut_units
+from offloadzero.streaming.building.waiting_parameters import file_bytes, host_bytes
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_gather import HpzCopies, UnitGather

@@ -28,7 +28,7 @@ from offloadzero.planning.homes import Placement
 from offloadzero.ranks.group import Group, digest, machine
 from offloadzero.ranks.mesh import expect_whole_gradient
 from offloadzero.ranks.shard import consecutive_groups, keeps_params_on_device
-from offloadzero.streaming.building.spill import is_in_parts, spilled_weight
+from offloadzero.streaming.building.waiting_parameters import is_in_parts, spilled_weight
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -77,7 +77,7 @@ def join_group(model: object) -> tuple[int, int]:
         with telling_others():
             _expect_unwrapped(model, world_size)
     if world_size > 1 and isinstance(model, nn.Module):
-        from offloadzero.streaming.building.divided import announce_start
+        from offloadzero.streaming.building.waiting_in_parts import announce_start
 
         announce_start(model.parameters())
     return rank, world_size

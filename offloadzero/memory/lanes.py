@@ -34,7 +34,7 @@ import torch
 from offloadzero.core.fail_points import through
 from offloadzero.errors import StateError
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
-from offloadzero.memory.marks import DeviceClock, StreamMarks, note_awaited
+from offloadzero.memory.device_clock import DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.clock import Marks

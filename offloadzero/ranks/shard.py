@@ -48,7 +48,7 @@ WHOLE = ShardSpec()  # the spec of a process that trains alone
 def kept_elements(num_elements: int, num_ranks: int) -> int:
     """The number of elements that each rank keeps of a parameter that waits for the engine.
 
-    [Note: parameters in parts] in ranks/building.py.
+    [Note: parameters in parts] in ranks/init_parts.py.
     """
     return num_elements // num_ranks + num_elements % num_ranks
 

@@ -56,8 +56,8 @@ from offloadzero.step.gradient_order import GradientOrder
 from offloadzero.step.job import Account, Hypers, StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.script_gradients import GradientWindow
 from offloadzero.step.step_decision import decide_step
-from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_changes import UnitChanges
 from offloadzero.update.pipeline import UpdatePipeline

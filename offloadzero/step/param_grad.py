@@ -56,7 +56,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.local_elements import kept_place
+from offloadzero.update.kept_elements import kept_place
 from offloadzero.update.records import Record
 
 KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'

@@ -51,7 +51,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadzero.access.gathered import ScriptBlocks
 from offloadzero.access.parameter import PresentParameter
-from offloadzero.access.state import is_copy_of, state_tensor
+from offloadzero.access.state_dict import is_copy_of, state_tensor
 from offloadzero.access.weight import Counted, weight_of
 from offloadzero.access.weights import WeightAccess
 from offloadzero.activations.store import ActivationStore, Call

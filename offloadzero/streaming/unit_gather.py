@@ -37,7 +37,7 @@ from offloadzero.observe.timeline import D2H
 from offloadzero.ranks.group import Collectives, Group
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.leased_unit import LeasedUnit
-from offloadzero.update.local_elements import gathered_regions, kept_regions
+from offloadzero.update.kept_elements import gathered_regions, kept_regions
 from offloadzero.update.records import Record
 
 

@@ -5,7 +5,7 @@ One thread takes record updates in order and cuts each into chunks. Segments in 
 place; those on NVMe or on the device are staged through slots of pinned memory. With three slots, the reads of
 chunk k+1, the step on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
 slot is used again only when its writes are complete. A record whose update lives wholly on the device is
-updated there, on a lane of its own: [Note: forms of the update] in update/device_adam.py.
+updated there, on a lane of its own: [Note: forms of the update] in update/adam_form.py.
 """
 
 from __future__ import annotations

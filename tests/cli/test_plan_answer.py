@@ -26,7 +26,7 @@ from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import MAX_BUDGET, memory_with, needed, with_keys
 from offloadzero.planning.hardware import Memory
 from offloadzero.planning.model.shapes import ModelSource, read_model
-from offloadzero.streaming.building.spill import file_bytes
+from offloadzero.streaming.building.waiting_parameters import file_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.planning.planners import PLENTY, planner_of
 from tests.support.tiny import TinyModel, settings, train

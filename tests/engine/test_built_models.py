@@ -18,7 +18,7 @@ from torch import nn
 
 from offloadzero import AioError, StateError, zero
 from offloadzero.core import interrupts
-from offloadzero.streaming.building.spill import SpilledWeight
+from offloadzero.streaming.building.waiting_parameters import SpilledWeight
 from tests.engine.built import build, masters, stored_bytes
 from tests.support.faults import fails, replaced
 from tests.support.tiny import TinyModel, make_engine, settings, tokens

@@ -15,7 +15,7 @@ import offloadzero
 from offloadzero import ConfigError, StateError, zero
 from offloadzero.access.gathered import GatheredBlock
 from offloadzero.access.parameter import is_offloaded
-from offloadzero.streaming.building.spill import spilled_weight
+from offloadzero.streaming.building.waiting_parameters import spilled_weight
 from tests.engine.built import build, masters, reference_split, stored_bytes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens, train
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offloadzero import ConfigError, zero
-from offloadzero.streaming.building.spill import spill, spilled_weight
+from offloadzero.streaming.building.waiting_parameters import spill, spilled_weight
 from tests.engine.built import build, masters, reference_split, stored_bytes
 from tests.support.faults import fails
 from tests.support.tiny import TinyModel, all_states, make_engine, run_script, settings, tokens, train

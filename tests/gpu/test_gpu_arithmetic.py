@@ -12,8 +12,8 @@ from offloadzero.core.constants import num_scales
 from offloadzero.native import kernels
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import compact_encode
-from offloadzero.update import device_adam
-from offloadzero.update.device_adam import triton_problem
+from offloadzero.update import adam_form
+from offloadzero.update.adam_form import triton_problem
 from offloadzero.update.spec import UpdateForm
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
         kernels.adam_step(
             host[0], grad, host[1], host[2], hyper=hyper, step=step, grad_scale=0.37, master=master
         )
-        device_adam.adam_step(
+        adam_form.adam_step(
             device[0],
             grad.cuda(),
             device[1],
@@ -114,7 +114,7 @@ def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
         grad = values(count, 100 + step).clamp(-6e4, 6e4).to(grad_dtype)
         for state, given, used in ((host, grad, UpdateForm.NATIVE), (device, grad.cuda(), form)):
             param, master, exp_avg, exp_avg_sq, scales = state
-            device_adam.adam_step(
+            adam_form.adam_step(
                 param,
                 given,
                 exp_avg,

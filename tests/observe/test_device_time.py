@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.cli.main import main
 from offloadzero.memory.device import CpuDevice
+from offloadzero.memory.device_clock import MAX_REFERENCE_AGE_S, DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.marks import MAX_REFERENCE_AGE_S, DeviceClock, StreamMarks, note_awaited
 from offloadzero.observe.bound import StepReport
 from tests.races.test_simulated_device import Branches
 from tests.simulated.backward import Backward

@@ -14,7 +14,7 @@ from offloadzero.arithmetic import device_math
 from offloadzero.core.constants import num_scales
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import compact_encode
-from offloadzero.update import device_adam
+from offloadzero.update import adam_form
 from offloadzero.update.spec import UpdateForm
 from tests.native.compact_records import make_grad, make_state
 
@@ -82,7 +82,7 @@ def take_step(
     grad_scale: float = 0.7,
     **more: Any,
 ) -> None:
-    device_adam.adam_step(
+    adam_form.adam_step(
         state["param"],
         grad,
         state["exp_avg"],

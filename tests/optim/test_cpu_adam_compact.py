@@ -15,7 +15,7 @@ from offloadzero.core.constants import COMPACT_BLOCK
 from offloadzero.errors import ConfigError
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.optim.cpu_optimizers import CPUAdam
-from offloadzero.update import device_adam
+from offloadzero.update import adam_form
 from offloadzero.update.spec import UpdateForm
 from tests.optim.test_cpu_optimizers import SHAPES, clones, make_params, set_grads, train
 
@@ -71,7 +71,7 @@ def test_the_steps_are_those_of_the_torch_twin(options: dict[str, Any], maximize
         for param, twin, state in zip(params, expected, states, strict=True):
             assert param.grad is not None
             remainder, exp_avg, exp_avg_sq, scales = state
-            device_adam.adam_step(
+            adam_form.adam_step(
                 twin.detach().view(-1),
                 param.grad.view(-1),
                 exp_avg,

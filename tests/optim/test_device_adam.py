@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from offloadzero.core.constants import COMPACT_BLOCK, num_scales
-from offloadzero.update import device_adam
+from offloadzero.update import adam_form
 from offloadzero.update.spec import UpdateForm
 from tests.native.compact_records import make_grad
 from tests.optim.device_states import (
@@ -204,8 +204,8 @@ def test_what_a_gpu_runs_is_rounded_once_and_moves_each_byte_once(
 def first_try() -> str | None:
     """On the CPU, which has no current device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_adam, "_is_current", lambda _: nullcontext())
-        return device_adam.triton_problem(torch.device("cpu"))
+        patch.setattr(adam_form, "_is_current", lambda _: nullcontext())
+        return adam_form.triton_problem(torch.device("cpu"))
 
 
 def first_try_with_flushed_roots() -> str | None:

@@ -18,7 +18,7 @@ from offloadzero.core.segments import TierName
 from offloadzero.native import kernels
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.update import spec
-from offloadzero.update.device_adam import choose_form
+from offloadzero.update.adam_form import choose_form
 from offloadzero.update.spec import FormChoice, UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 from tests.native.compact_records import make_grad

@@ -27,8 +27,8 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.step.discrete_events import Choice, Queue, Tasks, simulate
 from offloadzero.planning.step.forecast import Rates, Step, forecast, plan_step, simulated
-from offloadzero.planning.step.lanes import Choice, Queue, Tasks, simulate
 from offloadzero.planning.step.simulation import LaneRates, SimulatedStep, simulate_step
 from offloadzero.planning.step.work import StepWork, UnitUse, UnitWork, work_of_step
 from tests.planning.test_time_model import KNOWN, TRACE

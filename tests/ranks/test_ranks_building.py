@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadzero
 from offloadzero import zero
 from offloadzero.ranks.shard import kept_elements
-from offloadzero.streaming.building.spill import SpilledWeight, spilled_weight
+from offloadzero.streaming.building.waiting_parameters import SpilledWeight, spilled_weight
 from tests.engine.built import stored_bytes
 from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import config_of, digest, engine_of, make_odd_model, said_of, train

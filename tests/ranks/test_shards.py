@@ -13,7 +13,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.step.gradient_order import ReduceOrder
-from offloadzero.update.local_elements import gathered_regions, kept_params, kept_place, kept_regions
+from offloadzero.update.kept_elements import gathered_regions, kept_params, kept_place, kept_regions
 from offloadzero.update.records import Record, all_ranges, make_record, segment_slice, update_ranges
 from offloadzero.update.specs.adam import ADAM
 

@@ -262,7 +262,7 @@ THE_DEVICES_FILE = "memory/device.py"
 OF_DEVICES = ("accelerator", "cuda", "get_device_module", "Event", "mps", "mtia", "npu", "Stream", "xpu")
 NAMED_ELSEWHERE = {
     (
-        "update/device_adam.py",
+        "update/adam_form.py",
         "get_device_module",
     ): "Triton launches on the current device; a device guard of any kind",
     (

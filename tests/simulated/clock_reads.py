@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offloadzero.memory.marks import DeviceClock
+from offloadzero.memory.device_clock import DeviceClock
 
 
 class _Reading(threading.local):

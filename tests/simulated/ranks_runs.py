@@ -26,7 +26,7 @@ from offloadzero.activations import store as activations
 from offloadzero.core.segments import SegmentKind
 from offloadzero.step import collect
 from offloadzero.step.collect import GradientCollector
-from offloadzero.update.local_elements import kept_place
+from offloadzero.update.kept_elements import kept_place
 from tests.simulated import reached
 from tests.simulated.backward import Backward
 from tests.simulated.checked import checked

@@ -18,7 +18,8 @@ from torch import nn
 
 import offloadzero
 from offloadzero.activations import store as activations
-from offloadzero.memory import lanes, marks
+from offloadzero.memory import device_clock as marks
+from offloadzero.memory import lanes
 from offloadzero.memory.tickets import Promise
 from offloadzero.observe.monitor import STEPS_FILE
 from offloadzero.step import collect

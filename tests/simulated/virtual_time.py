@@ -28,10 +28,10 @@ from offloadzero.memory import arena, nvme, tickets
 from offloadzero.memory import device as devices
 from offloadzero.native import kernels
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF
-from offloadzero.update import device_adam
+from offloadzero.update import adam_form
 
 MEMORY_BYTES = 4 << 30
-_TIMED_MODULES = ("memory.marks", "observe.clock", "observe.timeline")
+_TIMED_MODULES = ("memory.device_clock", "observe.clock", "observe.timeline")
 
 
 class Hosts(threading.local):
@@ -325,10 +325,10 @@ def _files(device: VirtualDevice, patch: pytest.MonkeyPatch) -> None:
 
 
 def _updates(hosts: Hosts, patch: pytest.MonkeyPatch, seconds: float) -> None:
-    step = device_adam.adam_step
+    step = adam_form.adam_step
 
     def stepping(*args: Any, **kwargs: Any) -> None:
         step(*args, **kwargs)
         hosts.now_s += seconds
 
-    patch.setattr(device_adam, "adam_step", stepping)
+    patch.setattr(adam_form, "adam_step", stepping)

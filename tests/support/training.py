@@ -16,7 +16,7 @@ import offloadzero
 from offloadzero.access.homes import HomeAccess
 from offloadzero.memory.store import Segment
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.local_elements import kept_place
+from offloadzero.update.kept_elements import kept_place
 from offloadzero.update.records import Record
 from tests.support.lion import ExactLion
 

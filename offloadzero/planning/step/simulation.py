@@ -37,7 +37,7 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.memory_plan import NUM_STAGING_LEASES
-from offloadzero.planning.step.lanes import Choice, Outcome, Queue, Speeds, Tasks, simulate
+from offloadzero.planning.step.discrete_events import Choice, Outcome, Queue, Speeds, Tasks, simulate
 from offloadzero.planning.step.work import THROUGH_HOST_MEMORY, Lanes, StepWork, UnitUse
 
 NUM_STEPS, MAX_STEPS = 3, 24  # that are simulated at first, and at most

@@ -21,9 +21,9 @@ from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.group import Group
-from offloadzero.streaming.building.spill import bring_home, file_bytes, is_in_parts, take
+from offloadzero.streaming.building.waiting_parameters import bring_home, file_bytes, is_in_parts, take
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.local_elements import kept_params, kept_place
+from offloadzero.update.kept_elements import kept_params, kept_place
 from offloadzero.update.records import Record, segment_slice
 
 

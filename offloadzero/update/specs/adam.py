@@ -18,7 +18,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.optim.compact_tensors import MOMENT_CODES
 from offloadzero.optim.cpu_optimizers import CPUAdam
-from offloadzero.update import device_adam
+from offloadzero.update import adam_form
 from offloadzero.update.spec import Buffers, FormChoice, OptimizerSpec, StateCodes, UpdateForm, betas, number
 
 EXP_AVG = SegmentKind("exp_avg")
@@ -110,7 +110,7 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
 
     def choose_form(self, device: torch.device) -> FormChoice:
         """Choose the fused kernel where it gives the host kernel's bits: [Note: forms of the update]."""
-        return device_adam.choose_form(device.type, triton_problem=lambda: device_adam.triton_problem(device))
+        return adam_form.choose_form(device.type, triton_problem=lambda: adam_form.triton_problem(device))
 
     def _piece_bytes(self, *, compact: bool) -> int:
         return COMPACT_SCRATCH_BYTES if compact else FP32_SCRATCH_BYTES
@@ -127,7 +127,7 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
         scratch: Tensor | None = None,
     ) -> None:
         """Do one Adam step in place; with scales the state is compact."""
-        device_adam.adam_step(
+        adam_form.adam_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[EXP_AVG],

@@ -1,6 +1,6 @@
 """Parameters of which each rank keeps a part while the model is built.
 
-[Note: parameters in parts] in ranks/building.py says which. Such a parameter is a spilled one whose value is nowhere
+[Note: parameters in parts] in ranks/init_parts.py says which. Such a parameter is a spilled one whose value is nowhere
 whole. A read gathers it from all ranks, a write gives all ranks the value of the first: all of them do it together.
 Small ones are divided too, so that each parameter of the model is the first rank's from the start; their parts stay in
 memory.
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from offloadzero.errors import ConfigError, OffloadError, RankError, StateError
-from offloadzero.ranks.building import BuildingRanks, ValueParts
-from offloadzero.streaming.building.spill import SpilledWeight, can_spill, spilled_weight, wear
+from offloadzero.ranks.init_parts import BuildingRanks, ValueParts
+from offloadzero.streaming.building.waiting_parameters import SpilledWeight, can_spill, spilled_weight, wear
 
 
 def spill_divided(

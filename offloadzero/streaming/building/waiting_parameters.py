@@ -34,7 +34,7 @@ from offloadzero.errors import AioError, StateError
 from offloadzero.memory.arena import align_up
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
-    from offloadzero.ranks.building import ValueParts
+    from offloadzero.ranks.init_parts import ValueParts
 
 
 class SpilledWeight(Weight):

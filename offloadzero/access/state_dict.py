@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offloadzero.access.by_value import ArrayByValue
-from offloadzero.access.collectives import (
+from offloadzero.access.pickling import ArrayByValue
+from offloadzero.access.script_collectives import (
     OverCopies,
     is_function_of_ranks,
     is_taken_untold,
