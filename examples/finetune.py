@@ -31,6 +31,7 @@ import offloadzero
 IGNORED = -100  # a label that the losses of transformers leave out
 INTERRUPTED = 130
 MASKED_SHARE = 0.15
+TEXTS = ("text", "prompt", "completion")
 LINE_STEPS = 10  # a line each so many, where there is no terminal for a bar
 HELD_OUT = 20  # one of so many blocks is for evaluation
 
@@ -43,14 +44,20 @@ def main(given: Sequence[str] | None = None) -> int:
     except (offloadzero.OffloadError, OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped before the first step: nothing was saved", file=sys.stderr)
+        return INTERRUPTED
 
 
 def finetune(args: argparse.Namespace) -> int:
+    if not (args.model / "config.json").is_file():
+        raise ValueError(f"--model {args.model}: no folder of a model, it has no config.json")
+    if args.output.resolve() == args.model.resolve():
+        raise ValueError(f"--output {args.output}: is the folder of --model, which would be overwritten")
     offloadzero.init_distributed()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     blocks = Blocks(args.data, tokenizer, args.seq_len)
-    config = json.loads(args.config.read_text()) if args.config else default_config(args)
-    engine = build(args, config, blocks)
+    engine = build(args, str(args.config) if args.config else default_config(args), blocks)
     try:
         is_interrupted = train(engine, blocks, args)
         if not is_interrupted:
@@ -75,7 +82,7 @@ def default_config(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def build(args: argparse.Namespace, config: dict[str, Any], blocks: Blocks) -> Any:
+def build(args: argparse.Namespace, config: dict[str, Any] | str, blocks: Blocks) -> Any:
     """Load the model straight to the homes of its weights, put adapters on, and make the engine."""
     torch.manual_seed(args.seed)
     about = transformers.AutoConfig.from_pretrained(args.model)
@@ -110,11 +117,16 @@ class Blocks:
             ids += tokens
             labels += [IGNORED] * first_trained + tokens[first_trained:]
         num_blocks = len(ids) // seq_len
-        if num_blocks < 2:
-            raise ValueError(f"{path}: {len(ids)} tokens, --seq-len {seq_len} needs twice as many at least")
         shape = (num_blocks, seq_len)
         self._ids = torch.tensor(ids[: num_blocks * seq_len]).view(shape)
         self._labels = torch.tensor(labels[: num_blocks * seq_len]).view(shape)
+        # The loss of a block without a token to train on is no number.
+        is_trained = (self._labels[:, 1:] != IGNORED).any(1)
+        self._ids, self._labels = self._ids[is_trained], self._labels[is_trained]
+        num_blocks = len(self._ids)
+        if num_blocks < 2:
+            allowed = f"two blocks of --seq-len {seq_len} with tokens to train on at least"
+            raise ValueError(f"{path}: {len(ids)} tokens, which make {num_blocks}; needed are {allowed}")
         is_held_out = torch.arange(num_blocks) % HELD_OUT == min(HELD_OUT, num_blocks) - 1
         self._train, self._held_out = (~is_held_out).nonzero()[:, 0], is_held_out.nonzero()[:, 0]
 
@@ -154,13 +166,20 @@ def examples(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    if not path.exists():
+        raise ValueError(f"--data {path}: does not exist")
     if path.suffix != ".jsonl":
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
                 yield encode(file.read_text(errors="replace")) + end_ids, 0
         return
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+        if not isinstance(row, dict) or not all(isinstance(row.get(key, ""), str) for key in TEXTS):
+            raise ValueError(f"{path}:{number}: no JSON object whose {', '.join(TEXTS)} are text")
         if "messages" in row:
             yield encode(tokenizer.apply_chat_template(row["messages"], tokenize=False)) + end_ids, 0
         elif "prompt" in row and "completion" in row:
@@ -176,7 +195,12 @@ def examples(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
 def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     """Train up to the last step, from a checkpoint where there is one. True if Ctrl-C ended it: all is saved then."""
     checkpoints = args.output / "checkpoints"
-    engine.load_checkpoint(str(checkpoints))
+    started = {name: getattr(args, name) for name in ("seq_len", "seed", "lora")}
+    loaded, state = engine.load_checkpoint(str(checkpoints))
+    if state.get("started", started) != started:
+        raise ValueError(f"--output {args.output}: was begun with {state['started']}, and not {started}")
+    if loaded is not None and engine.global_rank == 0:
+        print(f"going on from step {engine.global_steps}", flush=True)
     size, num_micro_batches = (
         engine.train_micro_batch_size_per_gpu() or 1,
         engine.gradient_accumulation_steps(),
@@ -204,8 +228,8 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
                 held_out = evaluate(engine, blocks, size)
                 if is_first:
                     tqdm.write(f"step {engine.global_steps}/{num_steps}: evaluation loss {held_out:.4f}")
-            if not is_last and (num_asked or engine.global_steps % args.save_every == 0):
-                engine.save_checkpoint(str(checkpoints), tag="last")
+            if is_last or num_asked or engine.global_steps % args.save_every == 0:
+                engine.save_checkpoint(str(checkpoints), tag="last", client_state={"started": started})
             if num_asked and not is_last:
                 if is_first:
                     tqdm.write(
@@ -261,6 +285,7 @@ def save(engine: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     else:
         engine.save_16bit_model(args.output)
         if engine.global_rank == 0:
+            model.config.dtype = next(model.parameters()).dtype
             model.config.save_pretrained(args.output)
             if getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(args.output)
@@ -287,6 +312,13 @@ def stopping_after_step() -> Iterator[Any]:
         signal.signal(signal.SIGINT, before)
 
 
+def count(text: str) -> int:
+    """An integer of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -294,19 +326,19 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder that from_pretrained loads")
     parser.add_argument("--data", type=Path, required=True, help="JSONL, text, or a folder of text files")
     parser.add_argument("--output", type=Path, required=True, help="folder that is written")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--lora", type=count, metavar="RANK", help="train adapters of this rank alone")
     parser.add_argument("--config", type=Path, help="JSON configuration (DeepSpeed's keys)")
     parser.add_argument(
         "--offload-files", type=Path, help="folder on an NVMe drive for what memory cannot hold"
     )
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="in the place of --epochs")
-    parser.add_argument("--micro-batch", type=int, default=1, help="blocks per rank at a time")
-    parser.add_argument("--accumulation", type=int, default=8, help="micro batches per step")
-    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--epochs", type=count, default=1)
+    parser.add_argument("--steps", type=count, help="in the place of --epochs")
+    parser.add_argument("--micro-batch", type=count, default=1, help="blocks per rank at a time")
+    parser.add_argument("--accumulation", type=count, default=8, help="micro batches per step")
+    parser.add_argument("--seq-len", type=count, default=1024)
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--eval-every", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--save-every", type=int, default=500, metavar="STEPS")
+    parser.add_argument("--eval-every", type=count, default=100, metavar="STEPS")
+    parser.add_argument("--save-every", type=count, default=500, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(given)
 

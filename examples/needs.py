@@ -87,10 +87,7 @@ def find_needs(size: LlamaSize, config: OffloadConfig, *, batch_size: int, seq_l
         spec=spec,
         compact=config.state_layout == "compact",
     )
-    checkpoints = config.activation_checkpoints
-    num_checkpointed = (
-        len(checkpointed_modules(model, cut, config.units, checkpoints.units)) if checkpoints else 0
-    )
+    num_checkpointed = len(checkpointed_modules(model, cut, config))
     free_bytes = device.free_bytes()
     available = {TierName.HOST: available_host_bytes()}
     if free_bytes is not None:
@@ -124,7 +121,7 @@ def _checkpoint_bytes(record: Record) -> int:
     """Return the bytes of one record in a checkpoint: fp32 masters, and the states as they are."""
     states = (
         dtype.itemsize * num_elements
-        for kind, (dtype, num_elements) in record.layout().items()
+        for kind, (dtype, num_elements) in record.layout.items()
         if kind not in (SegmentKind.PARAM, SegmentKind.MASTER)
     )
     return record.num_trainable * torch.float32.itemsize + sum(states)

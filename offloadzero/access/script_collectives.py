@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -73,8 +74,16 @@ _ASKED_BEFORE: frozenset[Any] = frozenset((Tensor.dtype.__get__, Tensor.is_compl
 
 
 def is_taken_untold(func: Callable[..., Any]) -> bool:
-    """Whether the caller's caller is a function between ranks that will take the memory of what it asks for a dtype."""
-    return func in _ASKED_BEFORE and sys._getframe(2).f_globals.get("__name__") == _FUNCTIONS
+    """Whether `func` is asked by a function between ranks that will take the memory of what it asks for a dtype."""
+    return func in _ASKED_BEFORE and _asking_frame().f_globals.get("__name__") == _FUNCTIONS
+
+
+def _asking_frame() -> FrameType:
+    """The frame that called the package."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("offloadzero.") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def refuse_untold(name: str, what: str) -> NoReturn:
@@ -86,8 +95,8 @@ def refuse_untold(name: str, what: str) -> NoReturn:
 
 
 def expect_not_scattered(tensor: Tensor, name: str) -> None:
-    """Raise StateError where the caller's caller is a scatter, of which the tensor of that name is a source."""
-    frame = sys._getframe(2)
+    """Raise StateError where a scatter asks, of which the tensor of that name is a source."""
+    frame = _asking_frame()
     if frame.f_globals.get("__name__") != _FUNCTIONS:
         return
     # Before Python 3.12 a comprehension has a frame of its own.

@@ -221,8 +221,9 @@ def test_every_host_kernel_is_recorded() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             takes = [str(p.annotation) for p in inspect.signature(function).parameters.values()]
             is_kernel = function.__module__ == module.__name__ and any("Tensor" in kind for kind in takes)
-            unused = name in ("checked_step", "compact_encode", "compact_decode", "moment_arguments")
-            unused = unused or name.startswith("_")
+            unused = name in ("compact_encode", "compact_decode") or name.startswith("_")
+            # What these tell of a tensor is no access to its memory.
+            unused = unused or name in ("address", "describe", "float_code", "layout_code", "typed_address")
             assert not is_kernel or unused or name in named, name
 
 

@@ -201,11 +201,11 @@ def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def staging_buffer_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     unstage = Fetcher._unstage
 
-    def early(fetcher: Fetcher, staged: Any, read: Any, target: torch.Tensor) -> None:
+    def early(fetcher: Fetcher, staging: Any, staged: Any, read: Any, target: torch.Tensor) -> None:
         read.wait()
-        fetcher._staged_by.give_back(staged.buffer)
+        staging.give_back(staged.buffer)
         staged.buffer = None
-        unstage(fetcher, staged, read, target)
+        unstage(fetcher, staging, staged, read, target)
 
     monkeypatch.setattr(Fetcher, "_unstage", early)
 

@@ -207,7 +207,10 @@ def test_what_is_read_of_a_jsonl_file(folder: Path, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"text": "a"}\n{"body": "b"}', 'data.jsonl:2: has body, and not "text", "prompt"'),
-        ('{"text": "a"}', "data.jsonl: 2 tokens, --seq-len 32 needs twice as many at least"),
+        ('{"text": "a"}', "data.jsonl: 2 tokens, which make 0; needed are two blocks of --seq-len 32"),
+        ('{"text": "a"}\n{"text', "data.jsonl:2: Unterminated string"),
+        ("[1, 2]", "data.jsonl:1: no JSON object whose text"),
+        ('{"text": 3}', "data.jsonl:1: no JSON object whose text"),
     ],
 )
 def test_data_that_cannot_be_used(
@@ -217,6 +220,41 @@ def test_data_that_cannot_be_used(
     data.write_text(text)
     assert finetune.main([*arguments(folder, tmp_path), f"--data={data}"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_blocks_without_a_completion_are_left_out(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join([json.dumps({"prompt": "long " * 100, "completion": "yes"})] * 6))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    blocks = finetune.Blocks(data, tokenizer, SEQ_LEN)
+    assert 2 <= len(blocks) + 1 <= 12
+    for position in range(len(blocks)):
+        assert (blocks.batch(position, 1, 0)["labels"][:, 1:] != finetune.IGNORED).any()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--model=/nowhere"], "--model /nowhere: no folder of a model"),
+        (["--data=/nowhere.txt"], "--data /nowhere.txt: does not exist"),
+        (["--output={folder}"], "is the folder of --model, which would be overwritten"),
+    ],
+)
+def test_folders_that_cannot_be_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    given = [text.format(folder=folder) for text in more]
+    assert finetune.main([*arguments(folder, tmp_path / "out"), *given]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_another_run_is_not_gone_on_with(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*arguments(folder, tmp_path), "--accumulation=1", "--steps=1"]
+    assert finetune.main(given) == 0
+    assert finetune.main([*given, "--seed=1"]) == 1
+    assert "was begun with {'seq_len': 32, 'seed': 0, 'lora': None}" in capsys.readouterr().err
 
 
 def test_a_masked_language_model(folder: Path, tmp_path: Path) -> None:
