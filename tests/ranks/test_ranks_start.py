@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,3 +180,22 @@ def test_ranks_that_count_as_a_machine_and_are_on_several_are_told(tmp_path: Pat
     (text,) = first[1]
     assert "2 consecutive ranks for one machine, and ranks [0, 1] are on several" in text
     assert others == [[[], []]] * 3
+
+
+def begins_alone(rank: int, world_size: int, directory: str) -> str:  # noqa: ARG001
+    """Rank 0 starts an engine that rank 1 never starts, and is interrupted there."""
+    if rank == 1:
+        time.sleep(6)
+        return "never came"
+    model = torch.nn.Linear(64, 64)
+    timer = threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        offloadzero.offload(model, torch.optim.AdamW(model.parameters()), {"zero_optimization": {"stage": 2}})
+    except KeyboardInterrupt:
+        return "left"
+    return "started"
+
+
+def test_the_wait_for_a_rank_that_never_starts_can_be_left(tmp_path: Path) -> None:
+    assert run_ranks(begins_alone, 2, tmp_path / "ranks", 2, str(tmp_path)) == ["left", "never came"]

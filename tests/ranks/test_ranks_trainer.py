@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -260,10 +261,11 @@ def test_accelerate_still_asks_for_the_mark() -> None:
     """A private name: without it the model would be wrapped, which is refused."""
     from accelerate import Accelerator
 
-    from offloadzero.api.optimizer import ACCELERATE_MARK
+    from offloadzero.api.optimizer import ACCELERATE_MARK, _Prepared
 
     model = torch.nn.Linear(2, 2)
-    setattr(model, ACCELERATE_MARK, True)
+    setattr(model, ACCELERATE_MARK, _Prepared())
+    assert not getattr(copy.deepcopy(model), ACCELERATE_MARK)  # an ordinary model, which is wrapped
     assert ACCELERATE_MARK in Accelerator.prepare_model.__code__.co_consts
     assert Accelerator(cpu=True).prepare_model(model) is model
 
