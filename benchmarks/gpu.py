@@ -29,6 +29,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,11 +192,13 @@ class Results:
                 path.replace(path.with_suffix(f".before{path.suffix}"))
         self.log.write_text("")
         self.found: Found = {"format": "offloadzero.gpu", "format_version": 2, "slices": {}}
+        self._saves = threading.Lock()  # what a run tells is saved by the thread that reads it
 
     def save(self) -> None:
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.found, indent=1) + "\n")
-        partial.replace(self._path)
+        with self._saves:
+            partial.write_text(json.dumps(self.found, indent=1) + "\n")
+            partial.replace(self._path)
 
     def tell(self) -> None:
         """Print the table, and keep it."""

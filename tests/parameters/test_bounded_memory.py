@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tiny import run_script
 
-# 32 layers of 4 MiB whose states are in files; a few layers fit on the device.
+# 48 layers of 4 MiB whose states are in files; a few layers fit on the device.
 LOOPS = """
     import json, os, sys, time, traceback
     import torch
@@ -18,7 +18,7 @@ LOOPS = """
     import offloadzero
 
     torch.set_num_threads(1)
-    NUM_LAYERS, WIDTH = 32, 1024
+    NUM_LAYERS, WIDTH = 48, 1024
     UNIT_BYTES = 4 * WIDTH * WIDTH
 
     def resident_bytes():
