@@ -160,14 +160,14 @@ class CpuTimed:
 
     empty_s = 0.0
 
-    def __init__(self, recorder: timeline.Timeline) -> None:
-        self._timeline = recorder
+    def __init__(self, recorder: timeline.Timeline, sign: int = 1) -> None:
+        self._timeline, self._sign = recorder, sign
 
     def __enter__(self) -> None:
         self._start_s = time.thread_time()
 
     def __exit__(self, *exception: object) -> None:
-        self._timeline.launch_s += time.thread_time() - self._start_s - self.empty_s
+        self._timeline.launch_s += self._sign * (time.thread_time() - self._start_s - self.empty_s)
 
     @classmethod
     def calibrate(cls) -> None:
