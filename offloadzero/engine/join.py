@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,12 +44,14 @@ MOST_QUEUES = 32
 # --- a process's place, before it makes an engine ---
 
 
-@contextmanager
-def telling_others() -> Iterator[None]:
+def telling_others() -> AbstractContextManager[None]:
     """Tell an error of the block, in which an engine starts, to the other ranks, which wait for this one in theirs."""
-    if launch.group_size() == 1:
-        yield
-        return
+    # One rank runs nothing behind the block: an error there would come when the engine is whole and nobody has it.
+    return nullcontext() if launch.group_size() == 1 else _telling_others()
+
+
+@contextmanager
+def _telling_others() -> Iterator[None]:
     from offloadzero.ranks.failure_store import FailureStore
 
     before = FailureStore.latest()
