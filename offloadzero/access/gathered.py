@@ -130,7 +130,7 @@ class ScriptBlocks:
 
     def meet(self, act: str, block: GatheredBlock, *, gathers: bool = False) -> None:
         """Raise StateError on all ranks unless all do the same; `gathers`: with the same parameters."""
-        if self._group.is_alone:
+        if self._group.is_alone:  # the text and its wait would cost 0.3 ms in each forward inside of a block
             return
         num, first = len(block.places), block.places[0].slot.name
         label = f"GatheredParameters of {first}{f' and {num - 1} others' if num > 1 else ''}"
