@@ -252,12 +252,17 @@ def test_what_waits_on_a_drive_without_room_cannot_be_built(plan_text: PlanText)
 
 def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -> None:
     small = replace(MACHINE, memory=Memory(host=306 * MIB, nvme=8 * GIB), process_bytes=300 * MIB)
-    shape = read_shape("", plan_json("--largest", machine=small, placement="host")["model"])
-    assert shape is not None
-    assert shape.num_layers > 3
-    for num_layers, status in ((shape.num_layers, 0), (shape.num_layers + 1, FAILURE)):
-        model = str(replace(shape, num_layers=num_layers))
-        plan_json(machine=small, placement="host", model=model, status=status)
+    found: list[int] = []
+    for more in ([], ["--lora", "4"]):
+        text = plan_json("--largest", *more, machine=small, placement="host")["model"]
+        assert text.endswith(" with adapters of rank 4") == bool(more)
+        shape = read_shape("", text.partition(" ")[0])
+        assert shape is not None
+        found.append(shape.num_layers)
+        for num_layers, status in ((shape.num_layers, 0), (shape.num_layers + 1, FAILURE)):
+            model = str(replace(shape, num_layers=num_layers))
+            plan_json(*more, machine=small, placement="host", model=model, status=status)
+    assert 3 < found[0] < found[1]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +274,7 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -
             "--sequence = 2049: at most 2,048, the positions of gpt:",
         ),
         (["--micro-batch", "0"], "--micro-batch = 0: a whole number from 1"),
+        (["--lora", "0"], "--lora = 0: a whole number from 1"),
         (["--tokens", "many"], "--tokens = 'many': a number of tokens such as 300b"),
         (["--model", "lama:13b"], "did you mean 'llama:13b'"),
         (["--config", "not there.json"], "the file cannot be read"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_a_config_of_transformers(tmp_path: Path) -> None:
         settled = load_config(settings(tmp_path))
         plans = [plan_model(model, settled, available=PLENTY).plan for model in (theirs, ours)]
         assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_adapters_are_those_of_peft(model: str, tmp_path: Path) -> None:
+    """The same parameters train, and the plan is that of the engine of PEFT's model."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+    kind = transformers.LlamaForCausalLM if model == "llama" else transformers.BertForMaskedLM
+    real = kind(kind.config_class(vocab_size=101, **sizes))
+    real.save_pretrained(tmp_path)
+    adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules="all-linear"))
+    ours = replace(read_model(str(tmp_path)), adapter_rank=4).on_meta()
+    config = settings(tmp_path, placement="host")
+    found = plan_model(ours, load_config(config), available=PLENTY)
+    assert found.num_trainable == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    engine, *_ = offloadzero.initialize(model=adapted, config=config)
+    try:
+        assert found.plan.table() in engine.memory_table()
+    finally:
+        engine.close()
 
 
 def test_the_class_is_the_one_that_a_config_of_transformers_names(tmp_path: Path) -> None:

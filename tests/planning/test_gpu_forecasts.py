@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from torch import nn
 
-from benchmarks import lora_model
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import answer as plan_answer
 from offloadzero.planning.engine_plan import Change
-from offloadzero.planning.model.shapes import PUBLISHED, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +41,7 @@ COLUMNS = (
 )
 NUM_TOKENS = 8 * 2048
 GIB = 1 << 30
-LORA = "benchmarks.lora_model:llama_70b"
+LORA = ["llama:70b", "--lora", "16"]
 LEAST_SHARE = 0.03  # of a step, of a lane that is named
 
 
@@ -71,13 +67,6 @@ OF_EACH_ROW = pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]} {row[2].strip
 Found = dict[str, Any]
 
 
-def lora_of(num_blocks: int) -> nn.Module:
-    """Return the model with adapters, of so many blocks: all eighty would be traced for half a minute."""
-    shape = replace(PUBLISHED["llama:70b"], num_layers=num_blocks)
-    with mock.patch.object(lora_model, "PUBLISHED", {"llama:70b": shape}):
-        return ModelSource(LORA, lora_model.llama_70b).on_meta()
-
-
 @dataclass
 class Answers:
     """What `offloadzero plan` says, asked once; micro batches are traced once for all machines."""
@@ -89,10 +78,8 @@ class Answers:
         """Return what `trace_blocks` returns: neither the machine nor the clipping changes it."""
         names = tuple(sorted(how["checkpointed"]))
         rest = (how[name] for name in ("dtype", "micro_batch", "sequence", "on_cpu"))
-        key = (model_of.__self__.text, num_blocks, names, *rest)
+        key = (model_of.__self__.name, num_blocks, names, *rest)
         if key not in self.traces:
-            if model_of.__self__.text == LORA:  # a function's model, whose blocks are equal all the same
-                model_of, num_blocks = lora_of, PUBLISHED["llama:70b"].num_layers
             self.traces[key] = trace_blocks(model_of, num_blocks, **how)
         return self.traces[key]
 
@@ -121,7 +108,17 @@ def plan(
                 assert text.count('"gradient_clipping": 1.0') == 1
                 path = tmp_path / config
                 path.write_text(text.replace('"gradient_clipping": 1.0', '"gradient_clipping": 0'))
-            words = ["plan", "--model", model, "--config", str(path), "--sequence", "2048", "--json", "-"]
+            words = [
+                "plan",
+                "--model",
+                *model.split(),
+                "--config",
+                str(path),
+                "--sequence",
+                "2048",
+                "--json",
+                "-",
+            ]
             assert main([*words, "--hardware", str(HARDWARE / f"{card.lower()}.json")]) == 0
             answers.of_rows[key] = json.loads(capsys.readouterr().out)
         return answers.of_rows[key]
@@ -194,7 +191,7 @@ def test_the_page_says_what_is_short_where_one_tier_has_all_frozen_weights(
 ) -> None:
     # The search for a change takes a minute.
     monkeypatch.setattr(plan_answer.Planner, "smallest_change", lambda *_: Change({}))
-    words = ["plan", "--model", LORA, "--config", str(HARDWARE / "configs" / config), "--sequence", "2048"]
+    words = ["plan", "--model", *LORA, "--config", str(HARDWARE / "configs" / config), "--sequence", "2048"]
     assert main([*words, "--hardware", str(HARDWARE / "h100.json"), "--no-time"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert f"`{config}`: {next(line for line in said if line.startswith('It does not fit'))}" in section()

@@ -383,7 +383,8 @@ def largest_model(question: Question, source: Source) -> ModelSource:
         raise ConfigError("--largest", question.model.text, allowed)
 
     def of(num_layers: int) -> ModelSource:
-        return ModelSource.of_shape(replace(shape, num_layers=num_layers))
+        of_layers = replace(shape, num_layers=num_layers)
+        return ModelSource.of_shape(of_layers, adapter_rank=question.model.adapter_rank)
 
     def fits(num_layers: int) -> bool:
         return Planner(replace(question, model=of(num_layers))).verdict(source).fits

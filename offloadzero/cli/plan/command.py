@@ -24,6 +24,7 @@ FORMAT_VERSION = 1
 THIS_MACHINE = "probe"
 DEFAULT_SEQUENCE = 2048
 MAX_TOKENS = 10**18
+MAX_ADAPTER_RANK = 1 << 14
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -60,6 +61,12 @@ def add_parser(commands: Any) -> None:
         type=int,
         metavar="T",
         help="tokens per sample (default 2048, or all positions of a model with fewer)",
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="with the model's weights frozen, and adapters of this rank on all linear layers but the head",
     )
     parser.add_argument(
         "--loop", choices=("initialize", "offload"), default="initialize", help="how the script starts"
@@ -167,6 +174,7 @@ def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
         ("--sequence", args.sequence, 1 << 24),
         ("--ranks", args.ranks, MAX_RANKS),
         ("--local-ranks", args.local_ranks, args.ranks),
+        ("--lora", args.lora, MAX_ADAPTER_RANK),
     ):
         if value is not None and not 1 <= value <= most:
             raise ConfigError(key, value, f"a whole number from 1 to {most:,}")
@@ -245,7 +253,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     from offloadzero.planning.hardware import Memory, read_hardware
     from offloadzero.planning.model.shapes import read_model
 
-    model = read_model(args.model)
+    model = replace(read_model(args.model), adapter_rank=args.lora or 0)
     if model.shape is None:
         model.on_meta()  # a mistake in it is said before a minute of measurement
     most = model.num_positions

@@ -396,7 +396,7 @@ def make_report(
     except BudgetError as error:
         refusal = str(error)
     report = Report(
-        model=str(question.model.shape or question.model.text),
+        model=question.model.name,
         refusal=refusal,
         answer=answer,
         change=None,

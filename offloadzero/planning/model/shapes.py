@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from offloadzero.errors import ConfigError
+from offloadzero.planning.model.adapters import add_adapters
 
 LLAMA, GPT = "llama", "gpt"
 MAX_HIDDEN, MAX_LAYERS, MAX_VOCABULARY = 1 << 17, 10_000, 1 << 22
@@ -368,10 +369,17 @@ class ModelSource:
     build: Callable[[], nn.Module]
     shape: ModelShape | None = None
     num_positions: int = 0  # the most tokens of a sample, as its configuration says; 0: it says none
+    adapter_rank: int = 0  # of LoRA adapters, beside which its weights are frozen; 0: none
 
     @staticmethod
-    def of_shape(shape: ModelShape) -> ModelSource:
-        return ModelSource(str(shape), shape.build, shape)
+    def of_shape(shape: ModelShape, *, adapter_rank: int = 0) -> ModelSource:
+        return ModelSource(str(shape), shape.build, shape, adapter_rank=adapter_rank)
+
+    @property
+    def name(self) -> str:
+        """Its shape, or what names it, and its adapters."""
+        adapters = f" with adapters of rank {self.adapter_rank}" if self.adapter_rank else ""
+        return f"{self.shape or self.text}{adapters}"
 
     @property
     def num_blocks(self) -> int:
@@ -395,7 +403,8 @@ class ModelSource:
         if self.shape is not None and num_blocks not in (0, self.shape.num_layers):
             build = replace(self.shape, num_layers=num_blocks).build
         with torch.device("meta"), _NoNumbers():
-            return build()
+            model = build()
+            return add_adapters(model, self.adapter_rank) if self.adapter_rank else model
 
 
 class _NoNumbers(TorchFunctionMode):
