@@ -5,16 +5,22 @@ torchrun --nproc-per-node 2 examples/finetune.py --model DIR --data FILE --outpu
 
 --model is a folder that `from_pretrained` loads. A line of a JSONL file has "text", "prompt" and "completion" (the
 completion alone is trained on), or "messages" for the tokenizer's chat template; any other file, and all files of a
-folder, are text. Without --config states go where they fit: device, host memory, then files in --offload-files.
+folder, are text. Without --config states go where they fit: device, host memory, then files in --offload-files. Before
+anything is built the script shows what `offloadzero plan` says of it, bytes and seconds, and stops if it does not fit.
 Ctrl-C saves after the running step, and the same command goes on from there. At the end --output holds a folder that
 `from_pretrained` loads; with --lora the adapters, which PEFT loads.
+
+The loss is the mean over the tokens that are trained on: over those of a whole step, and of all held-out blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,10 +60,14 @@ def finetune(args: argparse.Namespace) -> int:
         raise ValueError(f"--model {args.model}: no folder of a model, it has no config.json")
     if args.output.resolve() == args.model.resolve():
         raise ValueError(f"--output {args.output}: is the folder of --model, which would be overwritten")
+    config = str(args.config) if args.config else default_config(args)
+    # Rank 0 before it joins the others: they wait for it in init_distributed(), and their launcher ends them with it.
+    if not args.no_plan and os.environ.get("RANK", "0") == "0":
+        show_plan(args, config)
     offloadzero.init_distributed()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     blocks = Blocks(args.data, tokenizer, args.seq_len)
-    engine = build(args, str(args.config) if args.config else default_config(args), blocks)
+    engine = build(args, config, blocks)
     try:
         is_interrupted = train(engine, blocks, args)
         if not is_interrupted:
@@ -78,15 +88,38 @@ def default_config(args: argparse.Namespace) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.0}},
         "zero_optimization": {"stage": 3, "offload_param": files, "offload_optimizer": files},
-        "offloadzero": {"placement": "auto", "activation_checkpoints": {}},
+        "offloadzero": {
+            "placement": "auto",
+            "placement_tokens": args.micro_batch * args.seq_len,
+            "activation_checkpoints": {},
+        },
     }
+
+
+def show_plan(args: argparse.Namespace, config: dict[str, Any] | str) -> None:
+    """Show what each tier will hold and how long a step takes. Raises ValueError if it does not fit."""
+    if not isinstance(config, str):
+        path = args.output / "offloadzero.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(config, indent=1))
+        config = str(path)
+    command = [sys.executable, "-m", "offloadzero", "plan", "--model", str(args.model), "--config", config]
+    command += ["--sequence", str(args.seq_len)]
+    if args.lora:
+        command += ["--lora", str(args.lora)]
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if num_ranks != "1":  # how fast they send to each other is not measured
+        command += ["--ranks", num_ranks, "--local-ranks", os.environ.get("LOCAL_WORLD_SIZE", num_ranks)]
+        command += ["--no-time"]
+    print(f"$ {shlex.join(command)}", flush=True)
+    if subprocess.run(command, check=False).returncode:
+        raise ValueError("nothing was started: see the plan. --no-plan starts without asking it")
 
 
 def build(args: argparse.Namespace, config: dict[str, Any] | str, blocks: Blocks) -> Any:
     """Load the model straight to the homes of its weights, put adapters on, and make the engine."""
     torch.manual_seed(args.seed)
-    about = transformers.AutoConfig.from_pretrained(args.model)
-    blocks.is_masked = any(name.endswith("ForMaskedLM") for name in about.architectures or ())
+    blocks.is_masked = is_masked_model(transformers.AutoConfig.from_pretrained(args.model))
     kind = transformers.AutoModelForMaskedLM if blocks.is_masked else transformers.AutoModelForCausalLM
     with offloadzero.zero.Init(config_dict_or_path=config):
         model = kind.from_pretrained(args.model, dtype="auto")
@@ -100,9 +133,15 @@ def build(args: argparse.Namespace, config: dict[str, Any] | str, blocks: Blocks
         model = peft.get_peft_model(model, adapters)
     model.train()
     engine = offloadzero.initialize(model=model, config=config)[0]
-    if engine.global_rank == 0:
+    if args.no_plan and engine.global_rank == 0:
         print(engine.memory_table(), flush=True)
     return engine
+
+
+def is_masked_model(about: Any) -> bool:
+    """Whether its tokens see each other in both directions: what comes next is nothing that it could learn."""
+    is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in about.architectures or ())
+    return type(about) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not is_causal
 
 
 class Blocks:
@@ -143,16 +182,25 @@ class Blocks:
             chosen.append(self._train[order[place]])
         return self._inputs(torch.stack(chosen), seed + first)
 
-    def held_out(self, size: int, rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
-        """Each rank's batches of the held-out blocks: as many on all ranks."""
+    def held_out(self, size: int, rank: int, world_size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
+        """A rank's batches of the held-out blocks, and their tokens. All ranks have as many: the last may count 0."""
         batches = self._held_out.split(size)
-        for index in range(-(-len(batches) // world_size)):
-            yield self._inputs(batches[(index * world_size + rank) % len(batches)], index)
+        for first in range(0, len(batches), world_size):
+            index = first + rank
+            batch = self._inputs(batches[index % len(batches)], index)
+            yield batch, self.num_trained(batch) if index < len(batches) else 0
+
+    def num_trained(self, batch: dict[str, Tensor]) -> int:
+        """The tokens that its loss is the mean over: a causal model has none for the first of a block."""
+        labels = batch["labels"] if self.is_masked else batch["labels"][:, 1:]
+        return int((labels != IGNORED).sum())
 
     def _inputs(self, chosen: Tensor, seed: int) -> dict[str, Tensor]:
         ids, labels = self._ids[chosen], self._labels[chosen]
         if self.is_masked:
-            is_masked = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < MASKED_SHARE
+            drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed))
+            drawn[labels == IGNORED] = 1.0
+            is_masked = (drawn < MASKED_SHARE) | (drawn == drawn.amin(1, keepdim=True))  # one at least
             labels = labels.masked_fill(~is_masked, IGNORED)
             ids = ids.masked_fill(is_masked, self._tokenizer.mask_token_id)
         return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
@@ -213,12 +261,15 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
         while engine.global_steps < num_steps:
             set_rate(engine, args.lr, num_steps)
             position = engine.micro_steps * size * engine.world_size + engine.global_rank * size
+            firsts = [position + micro * size * engine.world_size for micro in range(num_micro_batches)]
+            window = [blocks.batch(first, size, args.seed) for first in firsts]
+            num_trained = [blocks.num_trained(batch) for batch in window]
+            (num_of_step,) = over_ranks(engine, sum(num_trained))
             total = torch.zeros((), device=engine.device)
-            for micro in range(num_micro_batches):
-                first = position + micro * size * engine.world_size
-                total += backward(engine, blocks.batch(first, size, args.seed))
-            mean_loss, num_asked = over_ranks(engine, total / num_micro_batches, is_asked())
-            loss = f"loss {mean_loss / engine.world_size:.4f}"
+            for batch, count in zip(window, num_trained, strict=True):
+                total += backward(engine, batch, count / num_of_step)
+            mean_loss, num_asked = over_ranks(engine, total, is_asked())
+            loss = f"loss {mean_loss:.4f}"
             bar.set_postfix_str(loss, refresh=False)
             bar.update()
             if is_first and not is_shown and engine.global_steps % LINE_STEPS == 0:
@@ -239,11 +290,13 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     return False
 
 
-def backward(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+def backward(engine: Any, batch: dict[str, Tensor], share: float) -> Tensor:
+    """Train on a micro batch with that share of the tokens of its step, and return its part of the step's loss."""
     loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss
-    engine.backward(loss)
+    # The engine's gradient is the mean over micro batches and ranks, which is that over tokens if all have as many.
+    engine.backward(loss * (share * engine.gradient_accumulation_steps() * engine.world_size))
     engine.step()
-    return loss.detach()
+    return loss.detach() * share
 
 
 def set_rate(engine: Any, lr: float, num_steps: int) -> None:
@@ -256,19 +309,21 @@ def set_rate(engine: Any, lr: float, num_steps: int) -> None:
 
 @torch.no_grad()
 def evaluate(engine: Any, blocks: Blocks, size: int) -> float:
-    """The mean loss of the held-out blocks."""
+    """The mean loss of the tokens of all held-out blocks."""
     engine.eval()
-    losses = []
-    for batch in blocks.held_out(size, engine.global_rank, engine.world_size):
-        losses.append(engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss)
+    total, num_tokens = torch.zeros((), device=engine.device), 0
+    for batch, count in blocks.held_out(size, engine.global_rank, engine.world_size):
+        total += engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss * count
+        num_tokens += count
     engine.train()
-    return over_ranks(engine, torch.stack(losses).mean())[0] / engine.world_size
+    sum_of_losses, num_of_all = over_ranks(engine, total, num_tokens)
+    return sum_of_losses / num_of_all
 
 
 def over_ranks(engine: Any, *values: Tensor | float) -> list[float]:
     """The sum of each value over the ranks."""
     sums = torch.stack(
-        [torch.as_tensor(value, dtype=torch.float32, device=engine.device) for value in values]
+        [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in values]
     )
     if engine.world_size > 1:
         torch.distributed.all_reduce(sums)
@@ -278,6 +333,7 @@ def over_ranks(engine: Any, *values: Tensor | float) -> list[float]:
 def save(engine: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     """Write what `from_pretrained` loads; the weights go one by one, so that they need no memory."""
     model = engine.module
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     if args.lora:
         adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         if engine.global_rank == 0:
@@ -291,7 +347,8 @@ def save(engine: Any, tokenizer: Any, args: argparse.Namespace) -> None:
                 model.generation_config.save_pretrained(args.output)
     if engine.global_rank == 0:
         tokenizer.save_pretrained(args.output)
-        print(f"saved to {args.output}")
+        what = "adapters" if args.lora else "weights"
+        print(f"saved to {args.output}: {what} in {', '.join(sorted(dtypes))}")
 
 
 @contextmanager
@@ -331,6 +388,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--offload-files", type=Path, help="folder on an NVMe drive for what memory cannot hold"
     )
+    parser.add_argument("--no-plan", action="store_true", help="start without asking `offloadzero plan`")
     parser.add_argument("--epochs", type=count, default=1)
     parser.add_argument("--steps", type=count, help="in the place of --epochs")
     parser.add_argument("--micro-batch", type=count, default=1, help="blocks per rank at a time")

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import finetune  # noqa: E402
 
 STEPS, LR, SEQ_LEN = 6, 1e-3, 32
+DATA = ("data.txt", "data.jsonl")  # all tokens are trained on; few of a block, and not as many of each
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama as the hub has them, with a tokenizer, and data.txt beside it."""
     made = tmp_path_factory.mktemp("model")
     (made / "data.txt").write_text(text := Path(textwrap.__file__).read_text())
+    lines = [{"prompt": text[i : i + i % 67], "completion": text[i : i + 9]} for i in range(0, 9000, 45)]
+    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
@@ -68,27 +71,35 @@ def config_file(path: Path, **own: Any) -> Path:
     return path / "config.json"
 
 
-def arguments(folder: Path, output: Path, *more: str) -> list[str]:
-    given = {"model": folder, "data": folder / "data.txt", "output": output, "steps": STEPS}
+def arguments(folder: Path, output: Path, *more: str, data: str = "data.txt") -> list[str]:
+    given = {"model": folder, "data": folder / data, "output": output, "steps": STEPS}
     given |= {"lr": LR, "seq-len": SEQ_LEN}
-    return [f"--{name}={value}" for name, value in given.items()] + list(more)
+    return ["--no-plan", *(f"--{name}={value}" for name, value in given.items()), *more]
 
 
-def plain_loop(folder: Path, *, world_size: int = 1) -> dict[str, torch.Tensor]:
-    """The same in plain torch, resident."""
+def plain_loop(
+    folder: Path, data: str = "data.txt", *, world_size: int = 1
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The same in plain torch, resident, with the blocks of a step as one batch: the weights, and what is logged."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    blocks = finetune.Blocks(folder / "data.txt", tokenizer, SEQ_LEN)
+    blocks = finetune.Blocks(folder / data, tokenizer, SEQ_LEN)
     window = 4 * world_size
+    said = []
     for step in range(STEPS):
         inputs = blocks.batch(step * window, window, 0)
-        model(**inputs).loss.backward()
+        loss = model(**inputs).loss
+        loss.backward()
         clip_grad_norm_(model.parameters(), 0.5)
         optimizer.param_groups[0]["lr"] = LR * (1 - 0.9 * step / STEPS)
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.named_parameters())
+        said.append(f"step {step + 1}/{STEPS}: loss {loss.item():.4f}")
+    ((inputs, _),) = blocks.held_out(1000, 0, 1)
+    with torch.no_grad():
+        said.append(f"step {STEPS}/{STEPS}: evaluation loss {model(**inputs).loss.item():.4f}")
+    return dict(model.named_parameters()), said
 
 
 def expect_close(saved: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -98,10 +109,20 @@ def expect_close(saved: Path, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_the_saved_folder_is_what_a_plain_loop_trains(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", DATA)
+def test_the_saved_folder_is_what_a_plain_loop_trains(
+    folder: Path,
+    tmp_path: Path,
+    data: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(finetune, "LINE_STEPS", 1)
     config = config_file(tmp_path)
-    assert finetune.main(arguments(folder, tmp_path / "out", f"--config={config}")) == 0
-    expect_close(tmp_path / "out", plain_loop(folder))
+    assert finetune.main(arguments(folder, tmp_path / "out", f"--config={config}", data=data)) == 0
+    weights, said = plain_loop(folder, data)
+    expect_close(tmp_path / "out", weights)
+    assert said == [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
 
 
 @pytest.mark.parametrize("more", [(), ("--lora=2",)], ids=["full", "lora"])
@@ -153,9 +174,10 @@ def test_adapters_alone_are_trained_and_saved(folder: Path, tmp_path: Path) -> N
 
 
 def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: Path) -> None:
+    data = DATA[1]
     config = config_file(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "examples" / "finetune.py"), *arguments(folder, tmp_path / "out")]
+    command += [str(ROOT / "examples" / "finetune.py"), *arguments(folder, tmp_path / "out", data=data)[1:]]
     run = subprocess.run(
         [*command, f"--config={config}"],
         env=script_environment(),
@@ -165,8 +187,31 @@ def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: 
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert f"step {STEPS}/{STEPS}: evaluation loss" in run.stdout + run.stderr
-    expect_close(tmp_path / "out", plain_loop(folder, world_size=2))
+    assert "One of 2 ranks, by stage of ZeRO:" in run.stdout
+    weights, said = plain_loop(folder, data, world_size=2)
+    assert said[-1] in run.stdout
+    expect_close(tmp_path / "out", weights)
+
+
+def test_the_plan_is_said_before_anything_is_built(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of adapters, in bytes (measuring takes a minute), and a run that does not fit does not begin."""
+    pytest.importorskip("peft")
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda words, **how: run([*words, "--no-time"], **how))
+    given = arguments(folder, tmp_path, "--lora=2")[1:]
+    assert finetune.main(given) == 0
+    said = capfd.readouterr().out
+    assert "with adapters of rank 2 (LlamaForCausalLM)" in said
+    assert said.index("It fits.") < said.index(f"step {STEPS}/{STEPS}: evaluation loss")
+    assert f"saved to {tmp_path}: adapters in bfloat16" in said
+    own = {"device": "cpu", "placement": "host", "budgets": {"host": "1KiB"}}
+    config = config_file(tmp_path, offloadzero=own)
+    assert finetune.main([*given, f"--config={config}", f"--output={tmp_path / 'none'}"]) == 1
+    said = capfd.readouterr()
+    assert "The smallest change with which it fits: " in said.out
+    assert "nothing was started: see the plan" in said.err
 
 
 def test_the_script_of_the_page(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
