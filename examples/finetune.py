@@ -260,6 +260,8 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     with stopping_after_step() as is_asked, bar:
         while engine.global_steps < num_steps:
             set_rate(engine, args.lr, num_steps)
+            # Dropout draws the same in a run that was interrupted.
+            torch.manual_seed(args.seed + engine.global_steps * engine.world_size + engine.global_rank)
             position = engine.micro_steps * size * engine.world_size + engine.global_rank * size
             firsts = [position + micro * size * engine.world_size for micro in range(num_micro_batches)]
             window = [blocks.batch(first, size, args.seed) for first in firsts]

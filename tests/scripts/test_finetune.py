@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,9 +130,12 @@ def test_the_saved_folder_is_what_a_plain_loop_trains(
 def test_ctrl_c_and_the_same_command_again_is_one_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    """Bitwise, with the default configuration (bf16, placement by what is free)."""
+    """Bitwise, with dropout and the default configuration (bf16, placement by what is free)."""
     if more:
         pytest.importorskip("peft")
+    shutil.copytree(folder, folder := tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = (*more, "--accumulation=2")
     assert finetune.main(arguments(folder, whole, *more)) == 0
