@@ -243,7 +243,7 @@ def examples(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
 def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     """Train up to the last step, from a checkpoint where there is one. True if Ctrl-C ended it: all is saved then."""
     checkpoints = args.output / "checkpoints"
-    started = {name: getattr(args, name) for name in ("seq_len", "seed", "lora")}
+    started = {name: getattr(args, name) for name in ("seq_len", "seed", "lora")} | {"blocks": len(blocks)}
     loaded, state = engine.load_checkpoint(str(checkpoints))
     if state.get("started", started) != started:
         raise ValueError(f"--output {args.output}: was begun with {state['started']}, and not {started}")

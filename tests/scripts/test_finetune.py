@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_
 
 from tests.support.tiny import script_environment
@@ -28,33 +25,6 @@ import finetune  # noqa: E402
 
 STEPS, LR, SEQ_LEN = 6, 1e-3, 32
 DATA = ("data.txt", "data.jsonl")  # all tokens are trained on; few of a block, and not as many of each
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama as the hub has them, with a tokenizer, and data.txt beside it."""
-    made = tmp_path_factory.mktemp("model")
-    (made / "data.txt").write_text(text := Path(textwrap.__file__).read_text())
-    lines = [{"prompt": text[i : i + i % 67], "completion": text[i : i + 9]} for i in range(0, 9000, 45)]
-    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    tokens = Tokenizer(models.BPE())
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokens.train_from_iterator(
-        [text],
-        trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>", "<mask>"], initial_alphabet=alphabet),
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokens, eos_token="</s>", mask_token="<mask>"
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(made)
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=304, tie_word_embeddings=True, **size)
-    transformers.LlamaForCausalLM(config).save_pretrained(made)
-    return made
 
 
 def config_file(path: Path, **own: Any) -> Path:
@@ -218,22 +188,6 @@ def test_the_plan_is_said_before_anything_is_built(
     assert "nothing was started: see the plan" in said.err
 
 
-def test_the_script_of_the_page(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "fine-tuning.md").read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
-    config_file(tmp_path)
-    (tmp_path / "model").symlink_to(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    blocks = finetune.Blocks(folder / "data.txt", tokenizer, SEQ_LEN)
-    batches = [blocks.batch(2 * position, 2, 0) for position in range(4)]
-    names: dict[str, Any] = {"batches": batches}
-    exec(compile(script, "fine-tuning.md", "exec"), names)
-    names["engine"].close()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained("tuned")
-    assert loaded(**batches[0]).loss < loaded.from_pretrained("model")(**batches[0]).loss
-
-
 def test_what_is_read_of_a_jsonl_file(folder: Path, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows: list[dict[str, Any]] = [
@@ -302,8 +256,9 @@ def test_another_run_is_not_gone_on_with(
 ) -> None:
     given = [*arguments(folder, tmp_path), "--accumulation=1", "--steps=1"]
     assert finetune.main(given) == 0
-    assert finetune.main([*given, "--seed=1"]) == 1
-    assert "was begun with {'seq_len': 32, 'seed': 0, 'lora': None}" in capsys.readouterr().err
+    for other in ("--seed=1", f"--data={folder / DATA[1]}"):
+        assert finetune.main([*given, other]) == 1
+        assert "was begun with {'seq_len': 32, 'seed': 0, 'lora': None, 'blocks': " in capsys.readouterr().err
 
 
 def test_a_masked_language_model(folder: Path, tmp_path: Path) -> None:

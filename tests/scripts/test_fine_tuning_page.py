@@ -1,0 +1,160 @@
+"""docs/fine-tuning.md: its scripts run at a tiny size, and its figures are those of the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from offloadzero.cli.main import main
+from tests.scripts.common import forget_accelerate
+from tests.support.tiny import script_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "fine-tuning.md").read_text()
+RATES = re.compile(r"lr=1e-\d")
+RATE = "lr=1e-2"  # a few steps with it show; the page's are for many
+PROCESS_BYTES = 364 << 20  # of Python and torch, as a new process has them
+OUTPUT = 'output_dir="checkpoints"'
+NEEDS = {"2": ("peft",), "3": ("trl", "datasets"), "4": ("trl", "datasets")}
+
+
+def code(section: str, language: str) -> list[str]:
+    """The blocks of code below the heading that begins so."""
+    text = re.split(r"^##+ ", PAGE, flags=re.MULTILINE)
+    (found,) = (part for part in text if part.startswith(section))
+    return re.findall(rf"^```{language}\n(.*?)^```$", found, re.DOTALL | re.MULTILINE)
+
+
+def recipe_of(number: str) -> str:
+    """The script as it is run here."""
+    (script,) = code(f"{number}. ", "python")
+    script = RATES.sub(RATE, script)
+    return script if torch.cuda.is_available() else script.replace(OUTPUT, f"{OUTPUT}, use_cpu=True")
+
+
+@pytest.fixture
+def home(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with what the scripts of the page name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "model")
+    text = (folder / "data.txt").read_text()
+    pieces = [text[i : i + 60] for i in range(0, 40 * 60, 60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": piece}) for piece in pieces))
+    pairs = [{"prompt": piece, "chosen": piece[:30], "rejected": piece[30:]} for piece in pieces[:12]]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "config.json").write_text(code("Recipes", "json")[0])
+    return tmp_path
+
+
+def loss_of(model: Any, home: Path) -> float:
+    """On the data of the recipes."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    rows = [json.loads(line)["text"] for line in (home / "data.jsonl").read_text().splitlines()]
+    ids = torch.tensor([tokenizer(row)["input_ids"][:10] for row in rows])
+    with torch.no_grad():
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+def expect_trained(home: Path, recipe: str) -> None:
+    """`tuned` is a folder that loads, and that has learnt."""
+    base = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    before = loss_of(base, home)
+    if recipe == "2":
+        import peft
+
+        assert not list((home / "tuned").glob("model*.safetensors"))
+        tuned = peft.PeftModel.from_pretrained(base, "tuned")
+    else:
+        tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+        assert tuned.dtype == torch.bfloat16
+    if recipe == "3":  # it learns to prefer
+        assert loss_of(tuned, home) != before
+    else:
+        assert loss_of(tuned, home) < before - 0.1
+
+
+@pytest.mark.parametrize("recipe", ["1", "2", "3", "4"])
+def test_a_recipe_trains(recipe: str, home: Path) -> None:
+    for needed in NEEDS.get(recipe, ()):
+        pytest.importorskip(needed)
+    script = recipe_of(recipe)
+    assert len(script.splitlines()) <= 40
+    forget_accelerate()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script, f"recipe {recipe}", "exec"), names)
+    expect_trained(home, recipe)
+
+
+def test_a_recipe_runs_on_several_ranks(home: Path) -> None:
+    (command,) = code("5. ", "bash")
+    (home / "recipe.py").write_text(recipe_of("1"))
+    _, option, number, *script_words = command.split()
+    assert (option, number) == ("--nproc-per-node", "8")
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", option, "2", *script_words],
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    expect_trained(home, "5")
+
+
+def test_the_loop_of_the_page(home: Path) -> None:
+    (script,) = code("A loop of your own", "python")
+    config = json.loads((home / "config.json").read_text())
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    (home / "config.json").write_text(json.dumps({**config, "optimizer": optimizer}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    lines = (home / "data.jsonl").read_text().splitlines()
+    ids = [tokenizer(json.loads(row)["text"])["input_ids"][:10] for row in lines]
+    batches = [{"input_ids": part, "labels": part} for part in torch.tensor(ids).split(8)]
+    names: dict[str, Any] = {"batches": batches}
+    exec(compile(script, "fine-tuning.md", "exec"), names)
+    names["engine"].close()
+    expect_trained(home, "loop")
+
+
+def rows() -> list[list[str]]:
+    """The table of figures, without its head."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[1].startswith("`llama:")]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row[1]} {row[3]}")
+def test_the_figures_are_those_of_the_plan(
+    row: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offloadzero.cli.plan.measure.resident_bytes", lambda: PROCESS_BYTES)
+    recipes, model, machine, configuration, *figures = (cell.strip("`") for cell in row)
+    config = json.loads(code("Recipes", "json")[0])
+    if configuration == "compact.json":
+        config["offloadzero"]["state_layout"] = "compact"
+    (tmp_path / configuration).write_text(json.dumps(config))
+    (command,) = re.findall(r"^    offloadzero (plan .*)$", PAGE, re.MULTILINE)
+    for word, value in (
+        ("MODEL", model),
+        ("CONFIGURATION", str(tmp_path / configuration)),
+        ("benchmarks/hardware/MACHINE", str(ROOT / "benchmarks" / "hardware" / machine)),
+    ):
+        assert f" {word}" in command
+        command = command.replace(f" {word}", f" {value}")
+    assert main([*command.split(), "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tiers = [found["needed"].get(tier, 0) for tier in ("device", "host", "nvme")]
+    tiers[2] -= found["beside"]["waiting"]
+    now = [f"{num_bytes / 2**30:.1f}" for num_bytes in tiers]
+    now += [f"{found['forecast']['seconds']:.3g}", f"{found['forecast']['tokens_per_s']:,.0f}"]
+    assert now == figures, f"now: {' | '.join(now)} (recipes {recipes})"
