@@ -7,8 +7,9 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -42,14 +43,23 @@ class Offloaded(Wrap):
 
 
 def by_trainer(
-    wrap: Wrap, directory: Path, *, resume: bool = False, make: Callable[[], Any] = make_llama, **over: Any
+    wrap: Wrap,
+    directory: Path,
+    *,
+    resume: bool = False,
+    make: Callable[[], Any] = make_llama,
+    trainer_class: Any = None,
+    arguments_class: Any = None,
+    as_dataset: Callable[[list[dict[str, torch.Tensor]]], Any] = list,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    **over: Any,
 ) -> dict[str, Any]:
     """Two epochs with clipping that bites, accumulation and a short last window, evaluations, a checkpoint."""
     import transformers
 
     from offloadzero.integrations.transformers import CollectiveSaving
 
-    class Trainer(CollectiveSaving, transformers.Trainer):
+    class Trainer(CollectiveSaving, trainer_class or transformers.Trainer):  # type: ignore[misc]
         pass
 
     torch.manual_seed(0)
@@ -72,11 +82,16 @@ def by_trainer(
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
+    arguments = (arguments_class or transformers.TrainingArguments)(
+        output_dir=str(directory), **settings | over
+    )
+    examples = [{"input_ids": row, "labels": row.clone()} for row in rows]
     trainer = Trainer(
         model=model,
-        args=transformers.TrainingArguments(output_dir=str(directory), **settings | over),
-        train_dataset=[{"input_ids": row, "labels": row.clone()} for row in rows],
-        eval_dataset=[{"input_ids": row, "labels": row.clone()} for row in rows[:6]],
+        args=arguments,
+        train_dataset=as_dataset(examples),
+        eval_dataset=as_dataset(examples[:6]),
+        **given,
         optimizers=(
             optimizer,
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20)),
@@ -97,6 +112,37 @@ def by_trainer(
     expected = {name.replace(".default.", "."): value for name, value in weights.items()}
     is_saved = saved.keys() == expected.keys() and all(torch.equal(saved[n], expected[n]) for n in saved)
     return {"log": log[:-1], "is_saved": is_saved}
+
+
+def by_sft(wrap: Wrap, directory: Path, *, resume: bool = False, **over: Any) -> dict[str, Any]:
+    """The same under TRL: rows of different lengths, its gradient checkpoints and its own forward of the head."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    vocabulary = {str(number): number for number in range(VOCABULARY)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="0")
+
+    def as_dataset(rows: list[dict[str, torch.Tensor]]) -> Any:
+        ids = [row["input_ids"][: 12 - number % 5].tolist() for number, row in enumerate(rows)]
+        file = directory.parent / f"rows {torch.distributed.get_rank()} {len(rows)}.json"
+        file.write_text("\n".join(json.dumps({"input_ids": row}) for row in ids))
+        cache = str(directory.parent / "cache")
+        return datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=cache)
+
+    return by_trainer(
+        wrap,
+        directory,
+        resume=resume,
+        trainer_class=trl.SFTTrainer,
+        arguments_class=trl.SFTConfig,
+        as_dataset=as_dataset,
+        given={"processing_class": tokenizer},
+        bf16=False,
+        **over,
+    )
 
 
 def by_accelerate(wrap: Wrap) -> dict[str, Any]:
@@ -177,36 +223,43 @@ def by_lightning(wrap: Wrap, path: Path, *, resume: bool = False) -> dict[str, A
     return {"losses": losses, "norms": norms}
 
 
-def of_rank(directory: Path) -> None:
-    """What one rank does, under torchrun: all cases one after the other."""
-    found: dict[str, Any] = {
-        "plain": by_trainer(Wrap(), directory / "plain"),
-        "accelerate": by_accelerate(Wrap()),
-    }
+def by_all_cases(by: Callable[..., dict[str, Any]], directory: Path) -> dict[str, Any]:
+    """What a trainer logs and saves plain and in each of the cases, those of stage 3 resumed as well."""
+    found = {"plain": by(Wrap(), directory / "plain")}
     for name, (stage, device) in CASES.items():
         wrap = Offloaded(stage, device, directory)
-        found[name] = by_trainer(wrap, directory / name)
+        found[name] = by(wrap, directory / name)
         if stage == 3:
             broken = directory / f"{name} resumed"
-            by_trainer(wrap, broken, max_steps=3)
-            found[f"{name}, resumed"] = by_trainer(wrap, broken, resume=True)
-        found[f"accelerate, {name}"] = by_accelerate(wrap)
+            by(wrap, broken, max_steps=3)
+            found[f"{name}, resumed"] = by(wrap, broken, resume=True)
+    return found
+
+
+def of_rank(directory: Path) -> None:
+    """What one rank does, under torchrun: all cases one after the other."""
+    found = by_all_cases(by_trainer, directory)
+    found["accelerate"] = by_accelerate(Wrap())
+    for name, (stage, device) in CASES.items():
+        found[f"accelerate, {name}"] = by_accelerate(Offloaded(stage, device, directory))
     wrap = Offloaded(3, "nvme", directory)
     for name, each in {"ddp": Wrap(), "offloaded": wrap}.items():
         path = directory / f"{name}.ckpt"
         found[f"lightning, {name}"] = [by_lightning(each, path, resume=resume) for resume in (False, True)]
     found["plain, lora"] = by_trainer(Wrap(), directory / "plain lora", make=make_lora)
     found["lora"] = by_trainer(wrap, directory / "lora", make=make_lora)
+    keep(found, directory)
+
+
+def keep(found: dict[str, Any], directory: Path) -> None:
     if torch.distributed.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("trainer")
+def of_two_ranks(directory: Path, what: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
-        [*command, "--module", "tests.ranks.test_ranks_trainer", str(directory)],
+        [*command, "--module", "tests.ranks.test_ranks_trainer", what, str(directory)],
         env=script_environment(),
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -219,8 +272,30 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return of_two_ranks(tmp_path_factory.mktemp("trainer"), "all")
+
+
+@pytest.fixture(scope="module")
+def found_of_sft(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("trl")
+    return of_two_ranks(tmp_path_factory.mktemp("sft"), "sft")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainer_logs_what_it_does_under_ddp(found: dict[str, Any], name: str) -> None:
+    expect_the_log_of_ddp(found, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trl_logs_what_it_does_under_ddp(found_of_sft: dict[str, Any], name: str) -> None:
+    expect_the_log_of_ddp(found_of_sft, name)
+    if f"{name}, resumed" in found_of_sft:
+        assert found_of_sft[f"{name}, resumed"]["log"][-4:] == found_of_sft[name]["log"][-4:]
+
+
+def expect_the_log_of_ddp(found: dict[str, Any], name: str) -> None:
     plain, ours = found["plain"]["log"], found[name]["log"]
     assert [entry.keys() for entry in plain] == [entry.keys() for entry in ours]
     assert sum("eval_loss" in entry for entry in plain) >= 2
@@ -271,4 +346,8 @@ def test_accelerate_still_asks_for_the_mark() -> None:
 
 
 if __name__ == "__main__":
-    of_rank(Path(sys.argv[1]))
+    what, path = sys.argv[1], Path(sys.argv[2])
+    if what == "sft":
+        keep(by_all_cases(by_sft, path), path)
+    else:
+        of_rank(path)
