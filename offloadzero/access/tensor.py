@@ -79,6 +79,10 @@ class RemoteValue:
         """
         raise NotImplementedError
 
+    def read_to_host(self) -> Tensor:
+        """Return the value in new host memory, the caller's."""
+        raise NotImplementedError
+
     def write(self, value: Tensor) -> None:
         """Replace the value by one of its shape and dtype. The memory then belongs to this object."""
         raise NotImplementedError

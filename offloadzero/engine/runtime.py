@@ -159,6 +159,7 @@ class Runtime:
         )
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
+        self.weights.engine = weakref.ref(self)
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
@@ -335,6 +336,8 @@ class Runtime:
         try:
             if self.failures.first is None and lost is None:
                 self.changes.wait_updates()
+                for value in list(self.weights.in_state_dicts):
+                    value.keep()
                 self.clock.settle(wait=True)
             elif lost is not None and _script_error() is None and not self.changes.is_updated():
                 self.failures.record(lost)
@@ -465,6 +468,7 @@ def _close_at_exit() -> None:
     untold = [runtime for runtime in _closed if runtime.failures.unseen() is not None]
     for runtime in sorted([*_live, *untold], key=lambda each: each.number):
         try:
+            runtime.weights.in_state_dicts.clear()  # nobody reads them any more
             runtime.close()
         except BaseException:
             traceback.print_exc()
