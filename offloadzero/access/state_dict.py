@@ -23,7 +23,7 @@ from offloadzero.access.script_collectives import (
     refuse_untold,
 )
 from offloadzero.access.tensor import RemoteValue
-from offloadzero.access.weight import Look, Weight
+from offloadzero.access.weight_value import Look, Weight
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
 from offloadzero.errors import StateError

@@ -30,10 +30,10 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import expect_room
-from offloadzero.planning.homes import Placement
 from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
+from offloadzero.planning.placement_rules import Placement
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 from tests.planning.test_memory_plan import records
