@@ -65,7 +65,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/repository/test_gpu_runs.py tests/races/test_first_cases.py \
 	tests/ranks/test_ranks_mesh.py tests/ranks/test_ranks_simulated.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
-	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py \
+	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py tests/optim/test_update_pipeline.py \
 	tests/planning/test_repeated_trace.py tests/step/test_waiting_gradients.py tests/scripts/test_models.py \
 	tests/streaming/test_streaming.py
 

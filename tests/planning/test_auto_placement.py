@@ -461,11 +461,15 @@ def tied() -> nn.Module:
     return TinyModel(num_blocks=8)
 
 
-@pytest.mark.parametrize("make_model", [stack, tied])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"clipping": 0.5, "accumulation": 2}, {"dtype": "fp16"}, {"dtype": None}],
-    ids=str,
+    ("make_model", "options"),
+    [
+        (stack, {}),
+        (tied, {"clipping": 0.5, "accumulation": 2}),
+        (stack, {"dtype": "fp16"}),
+        (tied, {"dtype": None}),
+    ],
+    ids=["fp32 states", "tied, clipping, accumulation", "fp16", "tied, fp32"],
 )
 def test_the_numbers_are_those_of_the_resident_run(
     tmp_path: Path, make_model: Any, options: dict[str, Any]
