@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.storage import TypedStorage
 
 from offloadzero.access.tensor import RemoteTensor, RemoteValue
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.core.torch_private import rebuild_tensor
 from offloadzero.errors import StateError
 

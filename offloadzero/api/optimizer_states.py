@@ -16,7 +16,7 @@ import torch
 
 from offloadzero.access.state_dict import state_tensor
 from offloadzero.access.tensor import RemoteValue
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.update.flat_layout import ParamSlot

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from offloadzero.access.weights import answer_for
+from offloadzero.access.weight_access import answer_for
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import uninterrupted
@@ -39,8 +39,9 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.homes import idle_rules, rank_bytes
 from offloadzero.planning.placement import describe_placement
+from offloadzero.planning.placement_rules import idle_rules
+from offloadzero.planning.zero_formulas import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks

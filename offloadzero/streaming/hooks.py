@@ -52,8 +52,8 @@ from torch.utils.hooks import RemovableHandle
 from offloadzero.access.gathered import ScriptBlocks
 from offloadzero.access.parameter import PresentParameter
 from offloadzero.access.state_dict import is_tensor_of, state_tensor
-from offloadzero.access.weight import weight_of
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
+from offloadzero.access.weight_value import weight_of
 from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import call_script, uninterrupted

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 
-from offloadzero.access.homes import Changes, HomeAccess, StateAccess
+from offloadzero.access.home_access import Changes, HomeAccess, StateAccess
 from offloadzero.access.parameter import offload_parameter
 from offloadzero.access.tensor import RemoteTensor
-from offloadzero.access.weight import Weight
+from offloadzero.access.weight_value import Weight
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.core.interrupts import uninterrupted_throughout

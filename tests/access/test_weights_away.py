@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.access.parameter import AwayParameter, PresentParameter
 from offloadzero.errors import StateError
-from tests.parameters.offloaded_stacks import adam, assert_same_weights, build, step
+from tests.access.offloaded_stacks import adam, assert_same_weights, build, step
 from tests.support.cases import case
 from tests.support.models import WIDTH, Block, Stack, features
 from tests.support.training import make_config
