@@ -34,8 +34,10 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.observe.texts import format_bytes
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
+from offloadzero.update.staging import device_bytes
 
 # The home of each segment, by the index of its record. Records with trainable parameters have one for the gradient.
 Placement = Mapping[tuple[int, SegmentKind], TierName]
@@ -49,6 +51,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
     """
     if config.placement.auto:
         raise AssertionError('"auto" has no rules: choose_placement finds the homes')
+    _expect_states(records, config.placement.rules)
     placement: dict[tuple[int, SegmentKind], TierName] = {}
     for record in records:
         homes = dict.fromkeys(record.layout, TierName.DEVICE)
@@ -93,19 +96,23 @@ def _is_for(rule: PlacementRule, record: Record) -> bool:
 
 
 def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:
-    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names.
-
-    Raises ConfigError for a state that the record's optimizer does not have.
-    """
-    spec = record.spec
-    known = {*spec.kinds, SegmentKind.STATES}
-    for kind, tier in rule.tiers.items():
-        if kind not in known and record.num_trainable:
-            allowed = f"states of {spec.name}: {', '.join(spec.states)}"
-            raise ConfigError(f"offloadzero.placement.{kind}", tier.value, allowed)
+    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names."""
     states = rule.tiers.get(SegmentKind.STATES)
-    homes = {} if states is None else dict.fromkeys((SegmentKind.MASTER, *spec.states), states)
+    homes = {} if states is None else dict.fromkeys((SegmentKind.MASTER, *record.spec.states), states)
     return {**homes, **rule.tiers}
+
+
+def _expect_states(records: Sequence[Record], rules: Iterable[PlacementRule]) -> None:
+    """Raise ConfigError for a state that the optimizer of no record has which the rule is for."""
+    for rule in rules:
+        specs = {r.spec.name: r.spec for r in records if r.num_trainable and _is_for(rule, r)}
+        known = {SegmentKind.STATES, *(kind for spec in specs.values() for kind in spec.kinds)}
+        for kind, tier in rule.tiers.items():
+            if specs and kind not in known:
+                allowed = "; ".join(
+                    f"states of {spec.name}: {', '.join(spec.states)}" for spec in specs.values()
+                )
+                raise ConfigError(f"offloadzero.placement.{kind}", tier.value, allowed)
 
 
 def _move_share_to_device(
@@ -171,8 +178,23 @@ def unit_lease_bytes(
 
 def update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     """The scratch of the updates on the device, which run one after another."""
-    on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return largest_of(r.spec.scratch_bytes(form, r.kept_trainable, compact=r.compact) for r in on_device)
+    sizes = []
+    for record in records:
+        if not record.num_trainable:
+            continue
+        is_there = _updates_on_device(record, placement)
+        if record.spec.takes_whole:
+            # Ranks have different parameters of a record, and plan the same.
+            sizes += [_whole_step_bytes(record, slot, is_there=is_there) for slot in record.trainable_slots]
+        elif is_there:
+            sizes.append(record.spec.scratch_bytes(form, record.kept_trainable, compact=record.compact))
+    return largest_of(sizes)
+
+
+def _whole_step_bytes(record: Record, slot: ParamSlot, *, is_there: bool) -> int:
+    """The scratch of a step of one whole parameter, and its place on the device where it does not live there."""
+    step = record.spec.step_scratch_bytes(slot.shape)
+    return step if is_there else step + device_bytes(record, record.padded(slot.num_elements))
 
 
 def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
@@ -202,7 +224,7 @@ def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placemen
             staged[SegmentKind.GRAD] = record.grad_dtype
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
-            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.kept_trainable))
+            part = record.chunk_slice(kind, 0, record.most_chunk_elements(config.update.chunk_elements))
             needed += staggered((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest
