@@ -200,6 +200,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
         self._members = GroupMembers(param_groups)
+        self._group_specs = [self.spec.of_group(group) for group in param_groups]
         self._origins = origins
         for name in HOOKS if origin is not None else ():
             setattr(
@@ -251,7 +252,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _current_hypers(self) -> list[Hyper]:
         self._members.expect_unchanged(self.param_groups, self._name_of)
+        self._expect_same_specs(self.param_groups, "optimizer")
         return self.spec.hypers(self.param_groups, "optimizer", state_layout=self._state_layout)
+
+    def _expect_same_specs(self, groups: Sequence[Mapping[str, Any]], owner: str) -> None:
+        """Raise StateError where a group is another member's of the optimizer than when the model was offloaded."""
+        for index, (group, before) in enumerate(zip(groups, self._group_specs, strict=True)):
+            if self.spec.of_group(group) is not before:
+                raise StateError(
+                    f"{owner}.param_groups[{index}] was {before.name}'s when the model was offloaded, and is "
+                    f"{self.spec.of_group(group).name}'s now: its parameters have the states of {before.name}"
+                )
 
     def _name_of(self, param_id: int) -> str | None:
         place = self.runtime.slots.get(param_id)
@@ -426,7 +437,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
-            StateError: the engine is closed.
+            StateError: the engine is closed, or a group would be another optimizer's: `use_muon`.
         """
         state_dict = dict(
             state_dict
@@ -442,6 +453,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             state_layout=self._state_layout,
             fixed_options=self.spec.fixed_options(self.origin),
         )
+        options = zip(self.param_groups, load.options, strict=True)
+        self._expect_same_specs([{**group, **new} for group, new in options], "state_dict")
         load.apply(self.runtime.weights, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

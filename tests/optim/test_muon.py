@@ -459,6 +459,26 @@ def test_other_lists_of_optimizers_are_refused(tmp_path: Path) -> None:
         offloadzero.offload(model, [muon, adamw], config)
 
 
+def test_a_group_stays_with_the_optimizer_that_has_its_states(tmp_path: Path) -> None:
+    model = matrices(mixed=True)
+    muons, others = split(model)
+    pair = [torch.optim.Muon(muons), torch.optim.AdamW(others)]
+    model, optimizer = offloadzero.offload(model, pair, config_of(tmp_path, "host"))
+    saved = optimizer.state_dict()
+    changed = {**saved, "param_groups": [dict(group) for group in saved["param_groups"]]}
+    changed["param_groups"][0]["use_muon"] = False
+    changed["param_groups"][0].update(betas=(0.9, 0.9), decoupled_weight_decay=True)
+    message = r"param_groups\[0\] was Muon's when the model was offloaded, and is Adam's now"
+    with pytest.raises(offloadzero.StateError, match="state_dict." + message):
+        optimizer.load_state_dict(changed)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0].update(changed["param_groups"][0], params=muons)
+    model(batch_of(0, mixed=True)).backward()
+    with pytest.raises(offloadzero.StateError, match="optimizer." + message):
+        optimizer.step()
+    optimizer.close()
+
+
 def test_tensor_parallel_ranks_have_no_whole_matrices(tmp_path: Path) -> None:
     config = load_config(config_of(tmp_path, "host"))
     for tensor_size in (None, 2):
