@@ -78,6 +78,10 @@ class Reading:
     nvme_path_wanted: list[str] = field(default_factory=list)
     inputs_on_host: bool = False  # activation_checkpointing.cpu_checkpointing
 
+    def top(self, value: object) -> Block:
+        """The whole configuration, whose foreign keys DeepSpeed passes over."""
+        return Block("", value, table=DEEPSPEED_KEYS[""], notices=self.notices, warnings=self.warnings)
+
     def block(self, path: str, value: object) -> Block:
         return Block(path, value, table=DEEPSPEED_KEYS[path], notices=self.notices)
 
@@ -234,6 +238,12 @@ def _read_placement(zero: _Zero, reading: Reading) -> PlacementConfig:
 def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading) -> TierName | None:
     device = block.read("device", read_enum, NOT_OFFLOADED, allowed=(NOT_OFFLOADED, *_OFFLOAD_TIERS))
     if device == NOT_OFFLOADED:
+        return None
+    if stage < min_stage == 3:
+        reading.warnings.append(
+            f"{block.dotted('device')} = {device!r} has no effect at stage {stage}: as in DeepSpeed, parameters leave "
+            "the device at zero_optimization.stage 3 alone"
+        )
         return None
     if stage < min_stage:
         stages = " or ".join(str(allowed) for allowed in range(min_stage, 4))

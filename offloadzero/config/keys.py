@@ -132,6 +132,7 @@ _TOP: dict[str, KeySpec] = {
         f"{shown(BatchConfig.managed)} when absent; false: every engine.step() updates, with all gradients since the "
         "last"
     ),
+    "max_grad_norm": _refuse("write gradient_clipping instead", Kind.ANY),
     "gradient_clipping": _use(
         "largest global gradient norm, 0 is off; absent: offload() does not clip, initialize() clips at "
         f"{DEFAULT_GRADIENT_CLIPPING}",
@@ -275,7 +276,7 @@ _BF16: dict[str, KeySpec] = {
 
 _ZERO: dict[str, KeySpec] = {
     "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed, and what ranks divide"),
-    "offload_param": _use("home of the parameters; needs stage 3"),
+    "offload_param": _use("home of the parameters at stage 3; below it a warning says that it has no effect"),
     "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
     "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),
     "cpu_offload_param": _map('old name of offload_param {"device": "cpu"}'),
@@ -405,12 +406,13 @@ _AIO: dict[str, KeySpec] = {
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
     "partition_activations": _use(
         "under initialize(mpu=...) with more than one rank along tp: each of these keeps its part of the inputs of "
-        "checkpointed units (offloadzero.activation_checkpoints, on any tier); "
-        f"{shown(OffloadConfig.partition_activations)} when absent"
+        "checkpointed units (offloadzero.activation_checkpoints, on any tier); elsewhere a warning says that it has no "
+        f"effect; {shown(OffloadConfig.partition_activations)} when absent"
     ),
     "cpu_checkpointing": _map(
-        'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
-        '{"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are not read here'
+        "offloadzero.activation_checkpoints.tier, where that is absent: true is host. Without "
+        '"offloadzero": {"activation_checkpoints": {}} a warning says that it has no effect: calls of '
+        "deepspeed.checkpointing.checkpoint are not read here"
     ),
     "contiguous_memory_optimization": _accept(
         "activations on the device belong to torch's allocator", _BOOL, False
