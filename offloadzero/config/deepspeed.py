@@ -34,6 +34,7 @@ from offloadzero.config.schema import (
     TRAIN_BATCH,
     AioConfig,
     BatchConfig,
+    LeafModuleConfig,
     LossScaleConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -109,7 +110,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         zero_plus_plus=_read_zero_plus_plus(zero, world_size),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
-        units=_read_units(zero.block),
+        units=_read_units(zero.block, reading),
         partition_activations=checkpointing.read(
             "partition_activations", read_bool, OffloadConfig.partition_activations
         ),
@@ -285,10 +286,12 @@ def _read_pin_memory(zero: _Zero) -> bool:
     return any(written) if written else OffloadConfig.pin_memory
 
 
-def _read_units(zero: Block) -> UnitConfig:
+def _read_units(zero: Block, reading: Reading) -> UnitConfig:
     default = UnitConfig().min_leaf_elements
+    leaves = reading.sub_block(zero, "leaf_module", "zero_optimization.leaf_module")
     return UnitConfig(
-        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0)
+        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0),
+        leaf_modules=leaves.read_fields(LeafModuleConfig()),
     )
 
 

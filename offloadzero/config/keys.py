@@ -21,6 +21,7 @@ from offloadzero.config.schema import (
     AioConfig,
     BatchConfig,
     BudgetConfig,
+    LeafModuleConfig,
     LossScaleConfig,
     ObserveConfig,
     OffloadConfig,
@@ -306,7 +307,9 @@ _ZERO: dict[str, KeySpec] = {
     "stage3_model_persistence_threshold": _alias("model_persistence_threshold"),
     "module_granularity_threshold": _accept("units are cut by offloadzero.units", _NUMBER, 0),
     "stage3_module_granularity_threshold": _alias("module_granularity_threshold"),
-    "leaf_module": _accept("units are cut by offloadzero.units"),
+    "leaf_module": _use(
+        "modules that are one unit each, if not part of one, whatever their forward uses of them: experts"
+    ),
     "use_all_reduce_for_fetch_params": _accept(_COLLECTIVES, _BOOL, False),
     "stage3_use_all_reduce_for_fetch_params": _alias("use_all_reduce_for_fetch_params"),
     "allgather_sequential": _accept(_COLLECTIVES, _BOOL, False),
@@ -374,7 +377,11 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
     "pipeline_read": _accept(_PIPELINE, _BOOL),
     "pipeline_write": _accept(_PIPELINE, _BOOL),
     "fast_init": _accept("the state is written once, at its home", _BOOL),
-    "super_offload": _accept("the update overlaps backward or the next forward, and is exact", _BOOL, False),
+    "super_offload": _accept(
+        "the update overlaps backward or the next forward, and is exact; its share on the device follows from ratio",
+        _BOOL,
+        False,
+    ),
     "cpuadam_cores_perc": _accept("the update's threads are offloadzero.update.num_threads", _NUMBER),
     "convert_grad_on_cpu": _accept("gradients are converted inside the fused update", _BOOL),
 }
@@ -468,6 +475,7 @@ DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "data_types": _DATA_TYPES,
         "tensor_parallel": _TENSOR_PARALLEL,
         "zero_optimization": _ZERO,
+        "zero_optimization.leaf_module": _declared(LeafModuleConfig),
         "zero_optimization.offload_param": _OFFLOAD_PARAM,
         "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
         "aio": _AIO,
