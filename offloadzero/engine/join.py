@@ -207,7 +207,7 @@ def expect_built(config: OffloadConfig) -> None:
         (tier_name, *_) = sorted(tier.value for tier in tiers - {TierName.DEVICE})
         allowed = f"{several} device, or zero_optimization.stage 3: stages 1 and 2 keep all parameters on each device"
         raise ConfigError("offloadzero.placement.param", tier_name, allowed)
-    if config.placement.host_update_ratio < 1.0:
+    if config.mesh is not None and config.placement.host_update_ratio < 1.0:
         ratio = config.placement.host_update_ratio
         raise ConfigError("zero_optimization.offload_optimizer.ratio", ratio, f"{several}: 1.0")
 
