@@ -29,6 +29,7 @@ from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
     KNOWN_OPTIMIZERS,
     MICRO_BATCH,
+    MUON_ADAM_LR,
     OPTIMIZERS,
     TORCH_ADAMW_DECAY,
     TRAIN_BATCH,
@@ -365,7 +366,12 @@ def _read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
     arguments = {key: params.read(key, _READERS[key], default) for key, default in OPTIMIZERS[name].items()}
     _expect_arguments(name, params)
     # DeepSpeed makes torch.optim's class then, whose AdamW decays where nothing is said; its own do not.
-    if arguments.pop("torch_adam", False) and arguments["adam_w_mode"] and "weight_decay" not in params:
+    torch_adamw = arguments.pop("torch_adam", False) and arguments["adam_w_mode"]
+    if name == "Muon":  # whose own default it keeps
+        lr = arguments["lr"]
+        defaults = {"muon_lr": lr, "adam_lr": lr if "lr" in params else MUON_ADAM_LR}
+        arguments.update({key: rate for key, rate in defaults.items() if arguments[key] is None})
+    elif torch_adamw and "weight_decay" not in params:
         arguments["weight_decay"] = TORCH_ADAMW_DECAY
     if name == "AdamW" and not arguments["adam_w_mode"]:
         raise ConfigError(params.dotted("adam_w_mode"), False, 'contradicts the type "AdamW": write "Adam"')
@@ -420,6 +426,8 @@ def _read_magnitude(key: str, value: object) -> float:
 _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
     {
         "lr": _read_lr,
+        "muon_lr": _read_magnitude,
+        "adam_lr": _read_magnitude,
         "betas": _read_betas,
         "eps": _read_magnitude,
         "weight_decay": _read_magnitude,

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from offloadzero.config.readers import own_keys, shown
 from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
+    MUON_ADAM_LR,
     OPTIMIZERS,
     TORCH_ADAMW_DECAY,
     ActivationConfig,
@@ -206,16 +207,20 @@ _TOP: dict[str, KeySpec] = {
 }
 
 _OPTIMIZER: dict[str, KeySpec] = {
-    "type": _use("Adam, AdamW, Lion, Adagrad or SGD, in any case", auto_is_absent=False),
+    "type": _use("Adam, AdamW, Lion, Adagrad, SGD or Muon, in any case", auto_is_absent=False),
     "params": _use("the optimizer's arguments"),
     "legacy_fusion": _accept("there is one fused update", _BOOL, False),
 }
 
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     "lr": _use(f"learning rate, at least 0; {_default_of('lr')} when absent", auto_is_absent=False),
-    "betas": _use(f"Adam, Lion: two numbers in [0, 1); {_default_of('betas')} when absent"),
+    "muon_lr": _use("Muon: its rate of matrices; that of lr when absent"),
+    "adam_lr": _use(
+        f"Muon: the rate of what it leaves to AdamW; that of lr when absent, {MUON_ADAM_LR} where lr is absent too"
+    ),
+    "betas": _use(f"Adam, Lion, Muon: two numbers in [0, 1); {_default_of('betas')} when absent"),
     "eps": _use(
-        "Adam, Adagrad: at least 0 (above it for Adam's L2 decay in compact states); "
+        "Adam, Adagrad, Muon: at least 0 (above it for Adam's L2 decay in compact states); "
         f"{_default_of('eps')} when absent"
     ),
     "weight_decay": _use(f"at least 0; {_default_of('weight_decay')} when absent"),
@@ -226,7 +231,7 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
         f"Adagrad: its sums before the first step; {_default_of('initial_accumulator_value')} when absent"
     ),
     "momentum": _use(
-        f"SGD: the share of its buffer that a step keeps; {_default_of('momentum')} when absent"
+        f"SGD, Muon: the share of its buffer that a step keeps; {_default_of('momentum')} when absent"
     ),
     "dampening": _use(
         f"SGD: a gradient's share in its buffer is 1 - dampening; {_default_of('dampening')} when absent"
@@ -237,9 +242,15 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     ),
     "bias_correction": _use(f"Adam: {_default_of('bias_correction')} when absent"),
     "torch_adam": _use(
-        "Adam: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode) that is "
-        f"not given is torch's {TORCH_ADAMW_DECAY}"
+        "Adam, Muon: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode), "
+        f"if that is the type and it is not given, is torch's {TORCH_ADAMW_DECAY}"
     ),
+    "ns_method": _accept(
+        "Muon's iteration is torch.optim.Muon's, in bf16; in exact arithmetic gram is the same",
+        _TEXT,
+        "standard",
+    ),
+    "per_head_muon": _refuse("Muon of each attention head by itself is not built"),
     "foreach": _accept("there is one fused update", _BOOL, False),
     "fp32_optimizer_states": _refuse(
         "offloadzero.state_layout = compact gives smaller optimizer states: allowed true", Kind.BOOL, True
@@ -343,7 +354,11 @@ _ZERO: dict[str, KeySpec] = {
         _BOOL,
         False,
     ),
-    "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
+    "save_muon_momentum_buffer_in_memory": _accept(
+        "Muon's momentum lives where the optimizer's states do (offloadzero.placement.momentum_buffer)",
+        _BOOL,
+        False,
+    ),
     **_declared(ZeroPlusPlusConfig),
     "zeropp_loco_param": _refuse("feedback of the errors of quantized gradients is not built", Kind.ANY),
     "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),
@@ -491,7 +506,7 @@ _SEGMENTS: dict[str, KeySpec] = {
     "exp_avg": _use("home of the first moment (Adam, Lion)"),
     "exp_avg_sq": _use("home of the second moment (Adam)"),
     "sum": _use("home of the sum of squared gradients (Adagrad)"),
-    "momentum_buffer": _use("home of the momentum (SGD)"),
+    "momentum_buffer": _use("home of the momentum (SGD, Muon)"),
     "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }

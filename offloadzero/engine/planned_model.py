@@ -160,8 +160,17 @@ class ModelPlanner:
         grad_dtype = keeps_gradients(config) and config.precision.grad_accum_dtype
         key = (config.units, spec.name, grad_dtype, *settings.values())
         if key not in self._cuts:
-            group_of = {id(param): 0 for param in self._model.parameters() if param.requires_grad}
-            self._cuts[key] = cut_units(self._model, config.units, group_of=group_of, spec=spec, **settings)
+            names = {id(param): name for name, param in self._model.named_parameters()}
+            trained = [param for param in self._model.parameters() if param.requires_grad]
+            groups = spec.config_groups([{"params": trained}], {}, names)
+            self._cuts[key] = cut_units(
+                self._model,
+                config.units,
+                group_of={id(p): index for index, group in enumerate(groups) for p in group["params"]},
+                spec=spec,
+                group_specs=[spec.of_group(group) for group in groups],
+                **settings,
+            )
         return self._cuts[key]
 
 

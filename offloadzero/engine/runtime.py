@@ -104,7 +104,10 @@ class Runtime:
         self.group: Group = _join_ranks(self.accelerator, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
-        cut = cut_model(model, config, group_of=group_of, spec=spec, group=self.group)
+        group_specs = [spec.of_group(group) for group in param_groups]
+        cut = cut_model(
+            model, config, group_of=group_of, spec=spec, group_specs=group_specs, group=self.group
+        )
         self._cut, self.records = cut, cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         loop = ScriptLoop(

@@ -140,6 +140,8 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("optimizer.params", "initial_accumulator_value"): (0.1, {}),
     ("optimizer.params", "momentum"): (0.1, {}),
     ("optimizer.params", "dampening"): (0.1, {}),
+    ("optimizer.params", "muon_lr"): (0.1, {}),
+    ("optimizer.params", "adam_lr"): (0.1, {}),
     ("optimizer.params", "nesterov"): (True, {}),
     ("optimizer.params", "adam_w_mode"): (True, {}),
     ("optimizer.params", "bias_correction"): (False, {}),

@@ -354,7 +354,7 @@ def test_optimizers(type_: str, params: dict[str, Any], expected: OptimizerConfi
     assert load_config({"optimizer": block}).optimizer == expected
 
 
-BUILT = "available are Adam, AdamW, Lion, Adagrad, SGD"
+BUILT = "available are Adam, AdamW, Lion, Adagrad, SGD, Muon"
 
 
 @pytest.mark.parametrize(
