@@ -183,12 +183,13 @@ def _settled(
     settings: OffloadConfig, optimizer: OptimizerSource, lr_scheduler: SchedulerSource
 ) -> OffloadConfig:
     if optimizer is None and settings.optimizer is None:
-        return with_unused_blocks(settings, scheduler="there is no optimizer")
-    settings = with_unused_blocks(
-        settle_for_initialize(settings),
-        optimizer=None if optimizer is None else "initialize() is given an optimizer",
-        scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
-    )
+        settings = with_unused_blocks(settings, scheduler="there is no optimizer")
+    else:
+        settings = with_unused_blocks(
+            settle_for_initialize(settings),
+            optimizer=None if optimizer is None else "initialize() is given an optimizer",
+            scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
+        )
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=4)
     return settings

@@ -35,6 +35,7 @@ from offloadzero.config.schema import (
     TRAIN_BATCH,
     AioConfig,
     BatchConfig,
+    LeafModuleConfig,
     LossScaleConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -79,6 +80,10 @@ class Reading:
     nvme_path_wanted: list[str] = field(default_factory=list)
     inputs_on_host: bool = False  # activation_checkpointing.cpu_checkpointing
 
+    def top(self, value: object) -> Block:
+        """The whole configuration, whose foreign keys DeepSpeed passes over."""
+        return Block("", value, table=DEEPSPEED_KEYS[""], notices=self.notices, warnings=self.warnings)
+
     def block(self, path: str, value: object) -> Block:
         return Block(path, value, table=DEEPSPEED_KEYS[path], notices=self.notices)
 
@@ -106,7 +111,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         zero_plus_plus=_read_zero_plus_plus(zero, world_size),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
-        units=_read_units(zero.block),
+        units=_read_units(zero.block, reading),
         partition_activations=checkpointing.read(
             "partition_activations", read_bool, OffloadConfig.partition_activations
         ),
@@ -236,6 +241,12 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
     device = block.read("device", read_enum, NOT_OFFLOADED, allowed=(NOT_OFFLOADED, *_OFFLOAD_TIERS))
     if device == NOT_OFFLOADED:
         return None
+    if stage < min_stage == 3:
+        reading.warnings.append(
+            f"{block.dotted('device')} = {device!r} has no effect at stage {stage}: as in DeepSpeed, parameters leave "
+            "the device at zero_optimization.stage 3 alone"
+        )
+        return None
     if stage < min_stage:
         stages = " or ".join(str(allowed) for allowed in range(min_stage, 4))
         raise ConfigError(
@@ -276,10 +287,12 @@ def _read_pin_memory(zero: _Zero) -> bool:
     return any(written) if written else OffloadConfig.pin_memory
 
 
-def _read_units(zero: Block) -> UnitConfig:
+def _read_units(zero: Block, reading: Reading) -> UnitConfig:
     default = UnitConfig().min_leaf_elements
+    leaves = reading.sub_block(zero, "leaf_module", "zero_optimization.leaf_module")
     return UnitConfig(
-        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0)
+        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0),
+        leaf_modules=leaves.read_fields(LeafModuleConfig()),
     )
 
 

@@ -22,6 +22,7 @@ from offloadzero.config.schema import (
     AioConfig,
     BatchConfig,
     BudgetConfig,
+    LeafModuleConfig,
     LossScaleConfig,
     ObserveConfig,
     OffloadConfig,
@@ -133,6 +134,7 @@ _TOP: dict[str, KeySpec] = {
         f"{shown(BatchConfig.managed)} when absent; false: every engine.step() updates, with all gradients since the "
         "last"
     ),
+    "max_grad_norm": _refuse("write gradient_clipping instead", Kind.ANY),
     "gradient_clipping": _use(
         "largest global gradient norm, 0 is off; absent: offload() does not clip, initialize() clips at "
         f"{DEFAULT_GRADIENT_CLIPPING}",
@@ -286,7 +288,7 @@ _BF16: dict[str, KeySpec] = {
 
 _ZERO: dict[str, KeySpec] = {
     "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed, and what ranks divide"),
-    "offload_param": _use("home of the parameters; needs stage 3"),
+    "offload_param": _use("home of the parameters at stage 3; below it a warning says that it has no effect"),
     "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
     "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),
     "cpu_offload_param": _map('old name of offload_param {"device": "cpu"}'),
@@ -316,7 +318,9 @@ _ZERO: dict[str, KeySpec] = {
     "stage3_model_persistence_threshold": _alias("model_persistence_threshold"),
     "module_granularity_threshold": _accept("units are cut by offloadzero.units", _NUMBER, 0),
     "stage3_module_granularity_threshold": _alias("module_granularity_threshold"),
-    "leaf_module": _accept("units are cut by offloadzero.units"),
+    "leaf_module": _use(
+        "modules that are one unit each, if not part of one, whatever their forward uses of them: experts"
+    ),
     "use_all_reduce_for_fetch_params": _accept(_COLLECTIVES, _BOOL, False),
     "stage3_use_all_reduce_for_fetch_params": _alias("use_all_reduce_for_fetch_params"),
     "allgather_sequential": _accept(_COLLECTIVES, _BOOL, False),
@@ -388,7 +392,11 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
     "pipeline_read": _accept(_PIPELINE, _BOOL),
     "pipeline_write": _accept(_PIPELINE, _BOOL),
     "fast_init": _accept("the state is written once, at its home", _BOOL),
-    "super_offload": _accept("the update overlaps backward or the next forward, and is exact", _BOOL, False),
+    "super_offload": _accept(
+        "the update overlaps backward or the next forward, and is exact; its share on the device follows from ratio",
+        _BOOL,
+        False,
+    ),
     "cpuadam_cores_perc": _accept("the update's threads are offloadzero.update.num_threads", _NUMBER),
     "convert_grad_on_cpu": _accept("gradients are converted inside the fused update", _BOOL),
 }
@@ -420,12 +428,13 @@ _AIO: dict[str, KeySpec] = {
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
     "partition_activations": _use(
         "under initialize(mpu=...) with more than one rank along tp: each of these keeps its part of the inputs of "
-        "checkpointed units (offloadzero.activation_checkpoints, on any tier); "
-        f"{shown(OffloadConfig.partition_activations)} when absent"
+        "checkpointed units (offloadzero.activation_checkpoints, on any tier); elsewhere a warning says that it has no "
+        f"effect; {shown(OffloadConfig.partition_activations)} when absent"
     ),
     "cpu_checkpointing": _map(
-        'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
-        '{"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are not read here'
+        "offloadzero.activation_checkpoints.tier, where that is absent: true is host. Without "
+        '"offloadzero": {"activation_checkpoints": {}} a warning says that it has no effect: calls of '
+        "deepspeed.checkpointing.checkpoint are not read here"
     ),
     "contiguous_memory_optimization": _accept(
         "activations on the device belong to torch's allocator", _BOOL, False
@@ -481,6 +490,7 @@ DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "data_types": _DATA_TYPES,
         "tensor_parallel": _TENSOR_PARALLEL,
         "zero_optimization": _ZERO,
+        "zero_optimization.leaf_module": _declared(LeafModuleConfig),
         "zero_optimization.offload_param": _OFFLOAD_PARAM,
         "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
         "aio": _AIO,

@@ -267,6 +267,17 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
+class LeafModuleConfig:
+    """Modules that are one unit each, if not part of one, whatever their forward uses of them."""
+
+    classes: tuple[str, ...] = own_key(
+        (), "names of classes, with or without that of their file's module", read_str_list
+    )
+    names: tuple[str, ...] = own_key((), "names of modules, as named_modules() has them", read_str_list)
+    name_suffixes: tuple[str, ...] = own_key((), "ends of such names", read_str_list)
+
+
+@dataclass(frozen=True)
 class UnitConfig:
     """The cut into units: `patterns` are globs of module names, empty = the default cut."""
 
@@ -281,6 +292,7 @@ class UnitConfig:
     prefetch_units: int = own_key(
         2, "units leased ahead without a device budget or max_live_parameters; {default}", read_int, minimum=1
     )
+    leaf_modules: LeafModuleConfig = LeafModuleConfig()  # zero_optimization.leaf_module
 
 
 @dataclass(frozen=True)

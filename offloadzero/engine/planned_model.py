@@ -17,9 +17,9 @@ from torch import nn
 
 from offloadzero.config import (
     OffloadConfig,
-    expect_partitionable,
     settle_for_initialize,
     settle_for_offload,
+    settle_partition,
 )
 from offloadzero.core.segments import TierName
 from offloadzero.engine.join import expect_built
@@ -117,8 +117,7 @@ class ModelPlanner:
         hardware: Hardware | None = None,
     ) -> PlannedModel:
         """Do what `plan_model` does, and raise its errors."""
-        config = settle(config, loop)
-        expect_partitionable(config)
+        config = settle_partition(settle(config, loop))
         if config.world_size > 1:
             expect_built(config)
         spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,6 +15,7 @@ from offloadzero.arithmetic.remainders import MASTER_DTYPES
 from offloadzero.config import OffloadConfig, UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import WHOLE, ShardSpec
+from offloadzero.streaming.building.leaf_modules import leaf_modules
 from offloadzero.streaming.building.shared_memory import expect_memory_of_its_own
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.spec import AnySpec
@@ -65,7 +66,7 @@ def cut_units(
     A unit is each element of the outermost repeated ModuleList or Sequential, each other leaf module of at
     least `config.min_leaf_elements` elements, and, resident on the device, the small rest. A parameter that
     several modules share belongs to the unit of the first. `config.patterns` (globs of module names) replace
-    the first rule.
+    the first rule. A leaf module is one unit, unless it is part of a larger one.
 
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
@@ -79,12 +80,14 @@ def cut_units(
 
     Raises:
         ConfigError: the model has no parameters, has some that cannot be moved, or one that shares memory with
-            another tensor of the model; a pattern matches nothing; no trainable parameter can be compact.
+            another tensor of the model; a pattern matches nothing; a leaf module is the model itself, or never called;
+            no trainable parameter can be compact.
     """
     _expect_movable(model)
     expect_memory_of_its_own(model, group_of=group_of)
     roots = _unit_roots(model, config)
     owned = _assign_parameters(model, roots, config.min_leaf_elements)
+    _expect_called(model, config, owned)
     if not owned:
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
     records: list[Record] = []
@@ -155,6 +158,16 @@ def checkpointed_modules(model: nn.Module, cut: UnitCut, config: OffloadConfig) 
     return chosen
 
 
+def _expect_called(model: nn.Module, config: UnitConfig, units: Container[str]) -> None:
+    """Refuse a leaf module of the units that has no forward: which of its children run could differ between ranks."""
+    for name in leaf_modules(model, config.leaf_modules).values():
+        module = model.get_submodule(name)
+        if name in units and isinstance(module, nn.ModuleList | nn.ModuleDict):
+            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            allowed = f"a module that is called, of which this is a part: {parent}"
+            raise ConfigError(f"leaf module {name}", type(module).__name__, allowed)
+
+
 def _expect_movable(model: nn.Module) -> None:
     """Refuse modules whose forward is not Python's, and parameters that have no memory yet."""
     for name, module in model.named_modules():
@@ -202,9 +215,10 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
-    """Return the name of each unit, by the id of its root module."""
+    """Return the name of each unit, by the id of its root module; of two, one in the other, the outer one is it."""
+    leaves = leaf_modules(model, config.leaf_modules)
     if not config.patterns:
-        return {id(module): name for name, module in _repeated(model, "")}
+        return leaves | {id(module): name for name, module in _repeated(model, "")}
     roots: dict[int, str] = {}
     used: Counter[str] = Counter()
     covered: set[int] = set()
@@ -220,7 +234,7 @@ def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
             raise ConfigError(
                 "offloadzero.units.patterns", pattern, "matches no module of the model", known_keys=names
             )
-    return roots
+    return leaves | roots
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
