@@ -40,6 +40,7 @@ from offloadzero.planning.homes import (
     update_slot_bytes,
 )
 from offloadzero.ranks.shard import divides_params, kept_elements
+from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
 from offloadzero.update.wire_codes import (
@@ -451,7 +452,13 @@ def _add_homes(
     for record in records:
         layout = record.layout
         for kind, (dtype, num_elements) in layout.items():
-            add(placement[record.index, kind], kind, num_elements * dtype.itemsize)
+            tier = placement[record.index, kind]
+            parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []
+            swapped = (
+                [part.num_elements for part in parts if part.source is None] if parts else [num_elements]
+            )
+            for count in swapped:
+                add(tier, kind, count * dtype.itemsize)
         if record.num_trainable:
             tier = placement[record.index, SegmentKind.GRAD]
             if grads_have_homes or tier.is_device:
