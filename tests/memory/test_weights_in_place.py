@@ -19,9 +19,8 @@ from offloadzero import AioError, BudgetError
 from offloadzero.io.engine import AioBackend
 from offloadzero.memory.mapped_files import MappedFiles
 from offloadzero.memory.tiers import InParts
-from tests.support.tiny import TinyModel, all_states, make_engine, settings, small_disk, train
-
-WIDTH = 67  # parameters of odd sizes
+from tests.support.mapped import frozen_bytes, in_place_bytes, loaded, saved
+from tests.support.tiny import all_states, make_engine, settings, small_disk, train
 
 
 @pytest.fixture
@@ -30,50 +29,12 @@ def base(tmp_path: Path) -> Path:
     return saved(tmp_path / "base", torch.bfloat16)
 
 
-def saved(folder: Path, dtype: torch.dtype) -> Path:
-    folder.mkdir()
-    torch.manual_seed(1)
-    weights = TinyModel(width=WIDTH).to(dtype).state_dict()
-    del weights["head.weight"]  # tied
-    names = sorted(weights)
-    for number, part in enumerate((names[::2], names[1::2])):
-        save_file({name: weights[name] for name in part}, folder / f"{number}.safetensors", {"odd": "x" * 5})
-    return folder
-
-
-def loaded(folder: Path) -> TinyModel:
-    """The model with the files as its memory; norms alone train."""
-    with torch.device("meta"):
-        model = TinyModel(width=WIDTH)
-    weights = {name: value for file in sorted(folder.iterdir()) for name, value in load_file(file).items()}
-    model.load_state_dict(weights, assign=True, strict=False)
-    model.head.weight = model.emb.weight
-    for name, param in model.named_parameters():
-        param.requires_grad_("norm" in name)
-    return model
-
-
 def engine_of(
     base: Path, files: Path, mode: str = "auto", model: nn.Module | None = None, **keys: Any
 ) -> offloadzero.Engine:
     budgets = {"budgets": {"device": "110KiB"}}  # units are fetched again and again
     config = settings(files, frozen_weights=mode, **{**budgets, **keys})
     return make_engine(config, loaded(base) if model is None else model)
-
-
-def in_place_bytes(engine: offloadzero.Engine) -> int:
-    in_place = engine.optimizer.runtime.store.in_place
-    return 0 if in_place is None else sum(in_place.num_bytes.values())
-
-
-def frozen_bytes(engine: offloadzero.Engine) -> int:
-    records = engine.optimizer.runtime.records
-    return sum(
-        slot.num_elements * record.dtype.itemsize
-        for record in records
-        for slot in record.slots
-        if not slot.trainable and not record.resident
-    )
 
 
 def written_bytes(engine: offloadzero.Engine) -> int:
