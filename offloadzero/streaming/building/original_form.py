@@ -156,11 +156,18 @@ def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: b
     those that these have in parts are gathered, and, unless not `agrees`, all become those of the first rank. What lies
     in a file already is not even read, unless there is another rank whose file may have other values.
     """
-    home = record.param_home
-    is_in_place = group.is_alone and isinstance(home.place, InParts)
     channel = None if group.is_alone else group.control
     layout = record.layout
-    param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
+    home = record.param_home
+    is_in_place = group.is_alone and isinstance(home.place, InParts)
+    written = [Part(0, home)]
+    param = torch.empty(record.num_elements, dtype=record.dtype, device="cpu")
+    if is_in_place:
+        written = [part for part in home.parts if part.home.extent is not None]
+        for part in written:
+            param[part.start : part.stop].zero_()
+    else:
+        param.zero_()
     master = None
     if SegmentKind.MASTER in layout:
         master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
@@ -172,9 +179,6 @@ def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: b
         if values is not None:
             group.agree(values)
     kept_param = kept_params(record, param)
-    written = (
-        [part for part in home.parts if part.home.extent is not None] if is_in_place else [Part(0, home)]
-    )
     writes: list[Ticket] = [store.write(part.home, kept_param[part.start : part.stop]) for part in written]
     if master is not None and bool(torch.count_nonzero(master)):
         start, stop = record.shard.kept_range(record.num_trainable)
