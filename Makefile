@@ -53,7 +53,7 @@ test: $(STAMPS)/native $(STAMPS)/dev
 
 # The random and the long tests in full, some hours. One of them: `make campaign CAMPAIGN=tests/scripts/test_scripts.py`.
 CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py tests/scripts/test_script_weights.py \
-	tests/parameters/test_access_table.py tests/config/test_config_mutations.py \
+	tests/access/test_access_table.py tests/config/test_config_mutations.py \
 	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py \
 	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py tests/memory/test_memory.py \
 	tests/cli/test_report.py tests/cli/test_plan_answer.py tests/engine/test_interrupts.py \
@@ -65,7 +65,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/repository/test_gpu_runs.py tests/races/test_first_cases.py \
 	tests/ranks/test_ranks_mesh.py tests/ranks/test_ranks_simulated.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
-	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py \
+	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py tests/optim/test_update_pipeline.py \
 	tests/planning/test_repeated_trace.py tests/step/test_waiting_gradients.py tests/scripts/test_models.py \
 	tests/streaming/test_streaming.py
 

@@ -44,7 +44,7 @@ LONG_FILES = (
     "ranks/test_ranks_departures.py",
     "scripts/test_script_gradients.py",
     "scripts/test_models.py",
-    "parameters/test_access_table.py",
+    "access/test_access_table.py",
     "planning/test_repeated_trace.py",
     "native/test_compact_native.py",
 )

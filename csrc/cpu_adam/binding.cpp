@@ -58,11 +58,6 @@ PyObject* py_isa_supported(PyObject*, PyObject* args) {
     return PyBool_FromLong(isa_supported(static_cast<Isa>(isa)));
 }
 
-// The result of a step: None, or the squared norm where it was asked for.
-PyObject* step_result(int status, bool with_sq_norm, double sq_norm) {
-    return status == 0 && with_sq_norm ? PyFloat_FromDouble(sq_norm) : result_of(status);
-}
-
 // These are for PyArg_ParseTuple's "O&".
 int read_scalars(PyObject* tuple, void* result) {
     auto* s = static_cast<StepScalars*>(result);
@@ -79,14 +74,13 @@ int read_scalars(PyObject* tuple, void* result) {
 }
 
 PyObject* py_adam_step(PyObject*, PyObject* args) {
-    int layout, grad_dtype, isa, num_threads, with_sq_norm;
+    int layout, grad_dtype, isa, num_threads;
     Address param, master, exp_avg, exp_avg_sq, grad;
     Py_ssize_t num_elements;
     StepScalars scalars;
-    if (!PyArg_ParseTuple(args, "iiO&O&O&O&O&niiO&p:adam_step", &layout, &grad_dtype, read_unsigned, &param,
+    if (!PyArg_ParseTuple(args, "iiO&O&O&O&O&niiO&:adam_step", &layout, &grad_dtype, read_unsigned, &param,
                           read_unsigned, &master, read_unsigned, &exp_avg, read_unsigned, &exp_avg_sq,
-                          read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,
-                          &with_sq_norm) ||
+                          read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars) ||
         !in_range("layout", layout, NUM_LAYOUTS) || !in_range("grad_dtype", grad_dtype, NUM_DTYPES) ||
         !is_how_to_run(isa, num_threads) ||
         !check_arrays({{"param", param, num_elements, PARAM_BYTES[layout], true},
@@ -98,26 +92,22 @@ PyObject* py_adam_step(PyObject*, PyObject* args) {
     }
     const AdamBuffers buffers{pointer<void>(param), pointer<void>(master), pointer<float>(exp_avg),
                               pointer<float>(exp_avg_sq), pointer<const void>(grad)};
-    double sq_norm = 0.0;
-    const int status = without_gil([&] {
+    return result_of(without_gil([&] {
         return adam_step(buffers, static_cast<Layout>(layout), static_cast<DType>(grad_dtype), scalars,
-                         static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads,
-                         with_sq_norm ? &sq_norm : nullptr);
-    });
-    return step_result(status, with_sq_norm, sq_norm);
+                         static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads);
+    }));
 }
 
-using MomentStep = int (*)(const MomentBuffers&, Layout, DType, const StepScalars&, size_t, Isa, int,
-                           double*);
+using MomentStep = int (*)(const MomentBuffers&, Layout, DType, const StepScalars&, size_t, Isa, int);
 
 PyObject* moment_step(MomentStep step, PyObject* args) {
-    int layout, grad_dtype, isa, num_threads, with_sq_norm;
+    int layout, grad_dtype, isa, num_threads;
     Address param, master, moment, grad;
     Py_ssize_t num_elements;
     StepScalars scalars;
-    if (!PyArg_ParseTuple(args, "iiO&O&O&O&niiO&p", &layout, &grad_dtype, read_unsigned, &param,
-                          read_unsigned, &master, read_unsigned, &moment, read_unsigned, &grad, &num_elements,
-                          &isa, &num_threads, read_scalars, &scalars, &with_sq_norm) ||
+    if (!PyArg_ParseTuple(args, "iiO&O&O&O&niiO&", &layout, &grad_dtype, read_unsigned, &param, read_unsigned,
+                          &master, read_unsigned, &moment, read_unsigned, &grad, &num_elements, &isa,
+                          &num_threads, read_scalars, &scalars) ||
         !in_range("layout", layout, NUM_LAYOUTS) || !in_range("grad_dtype", grad_dtype, NUM_DTYPES) ||
         !is_how_to_run(isa, num_threads) ||
         !check_arrays({{"param", param, num_elements, PARAM_BYTES[layout], true},
@@ -128,13 +118,10 @@ PyObject* moment_step(MomentStep step, PyObject* args) {
     }
     const MomentBuffers buffers{pointer<void>(param), pointer<void>(master), pointer<float>(moment),
                                 pointer<const void>(grad)};
-    double sq_norm = 0.0;
-    const int status = without_gil([&] {
+    return result_of(without_gil([&] {
         return step(buffers, static_cast<Layout>(layout), static_cast<DType>(grad_dtype), scalars,
-                    static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads,
-                    with_sq_norm ? &sq_norm : nullptr);
-    });
-    return step_result(status, with_sq_norm, sq_norm);
+                    static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads);
+    }));
 }
 
 PyObject* py_lion_step(PyObject*, PyObject* args) { return moment_step(lion_step, args); }
@@ -182,15 +169,15 @@ int read_fp32_state(PyObject* tuple, void* result) {
 }
 
 PyObject* py_compact_adam_step(PyObject*, PyObject* args) {
-    int grad_dtype, isa, num_threads, with_sq_norm;
+    int grad_dtype, isa, num_threads;
     Address grad;
     Py_ssize_t num_elements;
     CompactAddresses compact;
     StepScalars scalars;
     unsigned int step;  // "I" takes it modulo 2^32
-    if (!PyArg_ParseTuple(args, "iO&O&niiO&Ip:compact_adam_step", &grad_dtype, read_compact, &compact,
+    if (!PyArg_ParseTuple(args, "iO&O&niiO&I:compact_adam_step", &grad_dtype, read_compact, &compact,
                           read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,
-                          &step, &with_sq_norm) ||
+                          &step) ||
         !in_range("grad_dtype", grad_dtype, NUM_DTYPES) || !is_how_to_run(isa, num_threads) ||
         !check_arrays({{"param", compact.param, num_elements, 2, true},
                        {"remainder", compact.remainder, num_elements, 1, true},
@@ -200,13 +187,10 @@ PyObject* py_compact_adam_step(PyObject*, PyObject* args) {
                        {"grad", grad, num_elements, DTYPE_BYTES[grad_dtype], false}})) {
         return nullptr;
     }
-    double sq_norm = 0.0;
-    const int status = without_gil([&] {
+    return result_of(without_gil([&] {
         return compact_adam_step(compact.buffers(grad), static_cast<DType>(grad_dtype), scalars, step,
-                                 static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads,
-                                 with_sq_norm ? &sq_norm : nullptr);
-    });
-    return step_result(status, with_sq_norm, sq_norm);
+                                 static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads);
+    }));
 }
 
 // Checks the arrays of a conversion; `encodes` decides which of the two states is written.
@@ -466,19 +450,17 @@ PyMethodDef methods[] = {
     {"isa_supported", guarded<py_isa_supported>, METH_VARARGS, "isa_supported(isa) -> bool"},
     {"adam_step", guarded<py_adam_step>, METH_VARARGS,
      "adam_step(layout, grad_dtype, param, master, exp_avg, exp_avg_sq, grad, num_elements, isa, "
-     "num_threads, scalars, with_sq_norm) -> None or the squared norm"},
+     "num_threads, scalars)"},
     {"lion_step", guarded<py_lion_step>, METH_VARARGS,
-     "lion_step(layout, grad_dtype, param, master, exp_avg, grad, num_elements, isa, num_threads, scalars, "
-     "with_sq_norm) -> None or the squared norm"},
+     "lion_step(layout, grad_dtype, param, master, exp_avg, grad, num_elements, isa, num_threads, scalars)"},
     {"adagrad_step", guarded<py_adagrad_step>, METH_VARARGS,
-     "adagrad_step(layout, grad_dtype, param, master, sum, grad, num_elements, isa, num_threads, scalars, "
-     "with_sq_norm) -> None or the squared norm"},
+     "adagrad_step(layout, grad_dtype, param, master, sum, grad, num_elements, isa, num_threads, scalars)"},
     {"sgd_step", guarded<py_sgd_step>, METH_VARARGS,
      "sgd_step(layout, grad_dtype, param, master, momentum_buffer, grad, num_elements, isa, num_threads, "
-     "scalars, with_sq_norm) -> None or the squared norm"},
+     "scalars)"},
     {"compact_adam_step", guarded<py_compact_adam_step>, METH_VARARGS,
-     "compact_adam_step(grad_dtype, compact, grad, num_elements, isa, num_threads, scalars, step, "
-     "with_sq_norm) -> None or the squared norm; compact = (param, remainder, exp_avg, exp_avg_sq, scales)"},
+     "compact_adam_step(grad_dtype, compact, grad, num_elements, isa, num_threads, scalars, step); "
+     "compact = (param, remainder, exp_avg, exp_avg_sq, scales)"},
     {"compact_encode", guarded<py_compact_encode>, METH_VARARGS,
      "compact_encode(state, compact, num_elements, isa, num_threads); state = (master, exp_avg, exp_avg_sq)"},
     {"compact_decode", guarded<py_compact_decode>, METH_VARARGS,

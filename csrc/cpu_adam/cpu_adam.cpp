@@ -69,65 +69,6 @@ void for_ranges(size_t num_elements, int num_threads, const Range& range) {
     ThreadPool::instance().parallel_for(ceil_div(num_elements, size), threads, block);
 }
 
-}  // namespace
-
-namespace {
-
-// Sums of squares per SQ_NORM_BLOCK, filled by the threads and added in index order.
-class SqNorm {
-  public:
-    static_assert(MIN_BLOCK % SQ_NORM_BLOCK == 0, "a range holds whole norm blocks");
-
-    SqNorm(const KernelTable& kernels, const void* grad, DType dtype, size_t num_elements)
-        : kernel_(kernels.sq_norm[static_cast<int>(dtype)]),
-          grad_(grad),
-          num_sums_(ceil_div(num_elements, SQ_NORM_BLOCK)),
-          sums_(new (std::nothrow) double[num_sums_]) {}
-
-    bool allocated() const { return sums_ != nullptr; }
-    void add(size_t begin, size_t end) const { sums_[begin / SQ_NORM_BLOCK] = kernel_(grad_, begin, end); }
-    double total() const {
-        double total = 0.0;
-        for (size_t i = 0; i < num_sums_; ++i) total += sums_[i];
-        return total;
-    }
-
-  private:
-    SqNormKernel kernel_;
-    const void* grad_;
-    size_t num_sums_;
-    std::unique_ptr<double[]> sums_;
-};
-
-// Calls norm_block(begin, end) over the whole norm blocks of a range.
-template <class NormBlock>
-void for_norm_blocks(size_t begin, size_t end, const NormBlock& norm_block) {
-    for (size_t i = begin; i < end; i += SQ_NORM_BLOCK) {
-        norm_block(i, end - i < SQ_NORM_BLOCK ? end : i + SQ_NORM_BLOCK);
-    }
-}
-
-// Calls update(begin, end) over everything. With `result`, each norm block of the gradient is summed right
-// before it is used: it comes from memory once.
-template <class Update>
-int update_ranges(const KernelTable& kernels, const void* grad, DType grad_dtype, size_t num_elements,
-                  int num_threads, double* result, const Update& update) {
-    if (result == nullptr) {
-        for_ranges(num_elements, num_threads, update);
-        return 0;
-    }
-    const SqNorm norm(kernels, grad, grad_dtype, num_elements);
-    if (!norm.allocated()) return -ENOMEM;
-    for_ranges(num_elements, num_threads, [&](size_t range_begin, size_t range_end) {
-        for_norm_blocks(range_begin, range_end, [&](size_t begin, size_t end) {
-            norm.add(begin, end);
-            update(begin, end);
-        });
-    });
-    *result = norm.total();
-    return 0;
-}
-
 bool has_l2(const StepScalars& scalars) { return !scalars.decoupled && scalars.weight_decay != 0.0f; }
 
 uint32_t bit_reverse7(uint32_t x) {
@@ -168,25 +109,27 @@ CompactScalars compact_scalars(const StepScalars& scalars) {
 }  // namespace
 
 int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-              size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+              size_t num_elements, Isa isa, int num_threads) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const AdamKernel kernel =
         kernels->adam[static_cast<int>(layout)][static_cast<int>(grad_dtype)][has_l2(scalars)];
-    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    return 0;
 }
 
 int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const StepScalars& scalars,
-                      uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
-    static_assert(SQ_NORM_BLOCK % COMPACT_BLOCK == 0, "norm blocks and ranges hold whole compact blocks");
+                      uint32_t step, size_t num_elements, Isa isa, int num_threads) {
+    static_assert(MIN_BLOCK % COMPACT_BLOCK == 0, "a range holds whole compact blocks");
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const CompactKernel kernel = kernels->compact[static_cast<int>(grad_dtype)][has_l2(scalars)];
     const Dither dither = make_dither(*kernels, step);
     const CompactScalars compact = compact_scalars(scalars);
-    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, compact, dither, begin, end); });
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernel(buffers, compact, dither, begin, end); });
+    return 0;
 }
 
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,
@@ -208,38 +151,54 @@ int compact_decode(const CompactBuffers& buffers, const Fp32State& state, size_t
 }
 
 int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-              size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+              size_t num_elements, Isa isa, int num_threads) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const MomentKernel kernel = kernels->lion[static_cast<int>(layout)][static_cast<int>(grad_dtype)];
-    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    return 0;
 }
 
 int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-                 size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+                 size_t num_elements, Isa isa, int num_threads) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const MomentKernel kernel =
         kernels->adagrad[static_cast<int>(layout)][static_cast<int>(grad_dtype)][has_l2(scalars)];
-    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    return 0;
 }
 
 int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-             size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+             size_t num_elements, Isa isa, int num_threads) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const MomentKernel kernel =
         kernels->sgd[static_cast<int>(layout)][static_cast<int>(grad_dtype)][has_l2(scalars)];
-    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+    return 0;
 }
 
 int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num_threads, double* result) {
+    static_assert(MIN_BLOCK % SQ_NORM_BLOCK == 0, "a range holds whole norm blocks");
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
-    return update_ranges(*kernels, grad, dtype, num_elements, num_threads, result, [](size_t, size_t) {});
+    const SqNormKernel kernel = kernels->sq_norm[static_cast<int>(dtype)];
+    const size_t num_sums = ceil_div(num_elements, SQ_NORM_BLOCK);
+    const std::unique_ptr<double[]> sums(new (std::nothrow) double[num_sums]);
+    if (sums == nullptr) return -ENOMEM;
+    for_ranges(num_elements, num_threads, [&](size_t range_begin, size_t range_end) {
+        for (size_t begin = range_begin; begin < range_end; begin += SQ_NORM_BLOCK) {
+            const size_t end = range_end - begin < SQ_NORM_BLOCK ? range_end : begin + SQ_NORM_BLOCK;
+            sums[begin / SQ_NORM_BLOCK] = kernel(grad, begin, end);
+        }
+    });
+    *result = 0.0;
+    for (size_t i = 0; i < num_sums; ++i) *result += sums[i];
+    return 0;
 }
 
 int sq_norms(const void* grad, DType dtype, const Part* parts, size_t num_parts, Isa isa, int num_threads,

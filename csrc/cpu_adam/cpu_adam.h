@@ -202,7 +202,7 @@ struct Fp32State {
 bool isa_supported(Isa isa);
 
 int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-              size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+              size_t num_elements, Isa isa, int num_threads);
 
 // Sum of squares in double. The order of the additions is fixed by the element index alone: blocks of
 // SQ_NORM_BLOCK elements, each summed in SQ_NORM_LANES interleaved lanes, block sums added in index order.
@@ -243,21 +243,20 @@ struct CompactBuffers {
     const void* grad;  // unused by encode and decode
 };
 
-// `step`, modulo 2^32, is that of [Note: dithered codes]. `sq_norm`, when not null, receives the result of
-// sq_norm() for the gradient, from the same pass over memory.
+// `step`, modulo 2^32, is that of [Note: dithered codes].
 int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const StepScalars& scalars,
-                      uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+                      uint32_t step, size_t num_elements, Isa isa, int num_threads);
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,
                    int num_threads);
 int compact_decode(const CompactBuffers& buffers, const Fp32State& state, size_t num_elements, Isa isa,
                    int num_threads);
 
 int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-              size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+              size_t num_elements, Isa isa, int num_threads);
 int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-                 size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+                 size_t num_elements, Isa isa, int num_threads);
 int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const StepScalars& scalars,
-             size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+             size_t num_elements, Isa isa, int num_threads);
 
 // Measures the memory's best rate: reads every array and writes `num_written` of them in place, all at the
 // same pace, as the optimizers do and without their arithmetic. The arrays that are written come first;

@@ -41,7 +41,7 @@ class Announcements:
         self._channel = group.states
         self._is_first = group.is_first
         self._records = records
-        self._leads = self._follows = False
+        self.leads = self._follows = False  # `leads`: this rank reads, and the others follow
         self._has_departed = False
 
     def announce_read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> None:
@@ -50,8 +50,8 @@ class Announcements:
         A rank that follows the first one has been told already.
         """
         if not self._follows:
-            text = f"reads {slot.name} ({kind.value}){' to save it' if self._leads else ''}"
-            self._say(text, record.index, slot.index, record.spec.kinds.index(kind) if self._leads else 0)
+            text = f"reads {slot.name} ({kind.value}){' to save it' if self.leads else ''}"
+            self._say(text, record.index, slot.index, record.spec.kinds.index(kind) if self.leads else 0)
 
     def announce(self, act: str, *, label: str = "") -> None:
         """Tell the others what this rank does next. Raises StateError unless all do the same.
@@ -69,7 +69,7 @@ class Announcements:
         if not self._is_first:
             self._follow(read)
             return
-        self._leads = True
+        self.leads = True
         try:
             try:
                 work()
@@ -81,7 +81,7 @@ class Announcements:
                 raise
             self._say(_SAVES, _ENDED)
         finally:
-            self._leads = False
+            self.leads = False
 
     def _follow(self, read: Read) -> None:
         while True:
@@ -102,7 +102,7 @@ class Announcements:
         label = label or f"what the ranks do ({act})"
         if self._channel.spec.world_size > 1 and is_fake():
             raise StateError(f"{label}: the other ranks' parts are not there in torch's fake process group")
-        own = [digest(act), int(self._leads), index, place, kind]
+        own = [digest(act), int(self.leads), index, place, kind]
         first, *others = self._channel.by_rank(own, label)
         expected = [digest(_SAVES), 0, 0, 0, 0] if first[1] else first
         if any(other != expected for other in others):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.access.agreement import Announcements
-from offloadzero.access.weights import Units, WeightAccess, bits, expect_alike
+from offloadzero.access.weight_access import Units, WeightAccess, bits, expect_alike
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError

@@ -32,7 +32,7 @@ from offloadzero.access.pickling import ByValue
 from offloadzero.access.script_collectives import is_taken_untold, refuse_untold
 from offloadzero.access.tensor import RemoteTensor, StandIn
 from offloadzero.access.trees import map_leaves
-from offloadzero.access.weight import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of
+from offloadzero.access.weight_value import ATTRIBUTE, Counted, Look, Recorded, Weight, weight_of
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     as_copy_of,

@@ -6,11 +6,9 @@ returned. So a remote tensor ([Note: remote tensors]) knows here what is written
 only then is there a value to write back. What a collective reads is memory of its own, which no unit gets meanwhile.
 A receive from one rank may wait for what this rank sends after it, and is an error.
 
-A copy in a state dict has memory, which a collective writes without counting a version: `OverCopies` counts one.
-
 torch tells `__torch_function__` of one argument of each function, as a rule one that is read; older versions tell it of
-few functions at all. Then C++ takes the memory of a parameter, or a copy, that is only written; that of a parameter
-that is away has one element. But before that the functions ask for the dtype, all but a reduce-scatter of one tensor:
+few functions at all. Then C++ takes the memory of a parameter that is only written; that of a parameter that is away
+has one element. But before that the functions ask for the dtype, all but a reduce-scatter of one tensor:
 this is an error here. Lists of tensors are copied into one by C++, so what they hold is read and written as ever, but
 for those of a scatter, whose memory is taken. Before that it asks each of them whether it is complex: an error, too.
 """
@@ -18,13 +16,12 @@ for those of a scatter, whose memory is taken. Before that it asks each of them 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from offloadzero.access.trees import leaves_of
 from offloadzero.core.torch_private import end_traced_collective
@@ -65,11 +62,6 @@ def wait_for(func: TorchOp, result: Any) -> None:
             torch.distributed.Work.unbox(leaf).wait()
 
 
-def is_function_of_ranks(func: Callable[..., Any]) -> bool:
-    """Whether a function, as `__torch_function__` gets it, sends or receives between ranks."""
-    return getattr(func, "__module__", "") == _FUNCTIONS
-
-
 _ASKED_BEFORE: frozenset[Any] = frozenset((Tensor.dtype.__get__, Tensor.is_complex))  # type: ignore[attr-defined]
 
 
@@ -107,30 +99,3 @@ def expect_not_scattered(tensor: Tensor, name: str) -> None:
             f"{name}: a scatter would take the memory of its sources, which a value that lives elsewhere has not: give "
             "it clones"
         )
-
-
-class OverCopies:
-    """A function of torch.distributed on tensors that have memory: the end of it, and the versions of what it wrote."""
-
-    def __init__(self, func: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
-        """Begin, before the function is called. Raises StateError where its end cannot be waited for."""
-        if func.__name__ == "irecv":
-            raise StateError(
-                "irecv() into a copy of state_dict(): what comes later is not written into the model: receive into a "
-                "tensor of its own, and copy_() it"
-            )
-        self._tensors = tensors
-        self._before = [tensor.as_subclass(Tensor).clone() for tensor in tensors]
-
-    def end(self, result: Any) -> None:
-        """Wait until it has written, and count a version of each tensor whose bits have changed."""
-        if hasattr(result, "wait"):
-            result.wait()
-        for tensor, before in zip(self._tensors, self._before, strict=True):
-            if not torch.equal(_bytes(tensor.as_subclass(Tensor)), _bytes(before)):
-                increment_version(tensor)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    """The bytes of a tensor: NaN equals itself."""
-    return values.reshape(-1).view(torch.uint8)

@@ -1,152 +1,178 @@
-"""The tensors of state dicts for weights and optimizer states that are away: copies that write through.
+"""The tensors of state dicts: they stand for values that are read into host memory when their bytes are asked for.
 
-A state dict of an ordinary model shares memory with its parameters, so `model.state_dict()[name].mul_(2)` changes the
-model. Files are written from state dicts, so their tensors must have memory: these are copies in host memory, and a
-write into one is committed to the weight. They do not follow later updates; a write into a copy that is older than the
-last update is an error.
+[Note: state dicts]
+A state dict of an ordinary model shares memory with its parameters: `model.state_dict()[name].mul_(2)` changes the
+model, and a later step changes what the dict has. So it is here, for the weights of a model and for the states of an
+optimizer, and a dict takes no memory: to filter it, rename in it or split it into files moves no byte. An operation
+reads the value, as with any remote tensor ([Note: remote tensors]); a copy (`clone()`, `cpu()`, `copy.deepcopy`) is an
+ordinary tensor. Who asks for an address (`data_ptr()`; writers of safetensors do) gets the value in memory that stays
+as long as a tensor of the dict stands for it. `torch.save` reads one storage after the other while it writes them.
+
+Where several ranks have a value in parts, all of them read it, while a script often has one rank alone write a file.
+There the value is read when the dict is made, and stays what it was; its tensors are not written any more after an
+update. Where the first rank reads and the others follow (agreement.py), it is as with one rank.
+
+An engine that is closed leaves the values in memory to those who still hold tensors of a dict, and one that nobody
+holds but such a tensor is not collected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.storage import TypedStorage
 
-from offloadzero.access.pickling import ArrayByValue
-from offloadzero.access.script_collectives import (
-    OverCopies,
-    is_function_of_ranks,
-    is_taken_untold,
-    refuse_untold,
-)
-from offloadzero.access.tensor import RemoteValue
-from offloadzero.access.weight import Look, Weight
-from offloadzero.core.interrupts import uninterrupted_throughout
-from offloadzero.core.torch_private import DisableTorchFunctionSubclass, has_storage
+from offloadzero.access.tensor import RemoteTensor, RemoteValue
+from offloadzero.access.weight_access import WeightAccess
+from offloadzero.core.torch_private import rebuild_tensor
 from offloadzero.errors import StateError
 
+_HOST = torch.device("cpu")
 
-class _Copy:
-    """The copy of one value, and the version at that time."""
 
-    def __init__(self, copied: Tensor, value: RemoteValue, taken_with: str) -> None:
-        self.copied = copied
-        self.name = value.name
+class HostValue(RemoteValue):
+    """The value of a weight or of an optimizer's state in host memory."""
+
+    def __init__(self, value: RemoteValue, weights: WeightAccess, *, taken_with: str, at_once: bool) -> None:
+        """Stand for `value` of an engine, which is read now and not again where `at_once` is set.
+
+        `taken_with` is for errors.
+        """
+        super().__init__(value.name, value.shape, value.dtype, _HOST)
         self._value = value
-        self._version = value.version
         self._taken_with = taken_with
+        self._storage: weakref.ref[_Storage] | None = None
+        self._held: Tensor | None = None
+        self._held_version: tuple[int, ...] | None = None
+        self._follows = True
+        if at_once:
+            self.keep()
+        else:
+            weights.in_state_dicts.add(self)
+            self._engine = weights.engine()
 
-    def is_current_copy_of(self, weight: Weight) -> bool:
-        """Whether it holds the present value of `weight`."""
-        value = self._value
-        return isinstance(value, Look) and value.weight is weight and value.version == self._version
+    @property
+    def version(self) -> tuple[int, ...] | None:
+        """That of the value."""
+        return self._value.version
 
-    def commit(self) -> None:
-        """Write the copy home, after an operation has written into it."""
-        value = self._value
-        if value.version != self._version:
+    def is_of(self, value: RemoteValue) -> bool:
+        """Whether it is the present value of `value`."""
+        return self._value is value and not self._is_stale()
+
+    def read(self, *, to_write: bool = False) -> Tensor:
+        """Return the value. Raises StateError where its engine failed."""
+        if self._follows:
+            return self._value.read_to_host()
+        return self.memory().clone() if to_write else self.memory()
+
+    def write(self, value: Tensor) -> None:
+        """Write the value. Raises StateError where it is one of before the last update, or of a closed engine."""
+        if self._is_stale():
             raise StateError(
-                f"{value.name}: was changed since {self._taken_with}, whose copy of it is written now: take a new "
+                f"{self.name}: was changed since {self._taken_with}, whose copy of it is written now: take a new "
                 "one, or use load_state_dict()"
             )
-        value.write(self.copied.clone())
-        self._version = value.version
+        held = self._held
+        self._value.write(value if held is None else held.copy_(value).clone())
+        self._value.count_write()
+        self._held_version = self.version
+
+    def memory(self) -> Tensor:
+        """Return the value in memory that is the same for each call."""
+        if self._held is None or (self._follows and self._held_version != self.version):
+            version, value = self.version, self._value.read_to_host()
+            self._held = value if self._held is None else self._held.copy_(value)
+            self._held_version = version
+        return self._held
+
+    def keep(self) -> None:
+        """Have in memory from now on what is the value now."""
+        self.memory()
+        self._follows = False
+        self._engine = None
+
+    def storage(self) -> _Storage:
+        """The storage of the tensors that stand for the value: the same object as long as one is held."""
+        storage = None if self._storage is None else self._storage()
+        if storage is None:
+            storage = _Storage(self.shape.numel() * self.dtype.itemsize, device="meta")  # type: ignore[no-untyped-call]
+            storage.value = self
+            self._storage = weakref.ref(storage)
+        return storage
+
+    def _is_stale(self) -> bool:
+        return not self._follows and self._held_version != self.version
 
 
-class StateTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
-    """The copy, or a view of it. Other results of operations are ordinary tensors."""
+class _Storage(torch.UntypedStorage):
+    """A storage that reads its bytes when they are written to a file, and has none for anybody else."""
 
-    _copy: _Copy
+    value: HostValue
 
-    @classmethod
-    @uninterrupted_throughout  # an interrupt must not leave the copy written and the weight not
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        keywords = dict(kwargs or {})
-        if is_taken_untold(func):
-            refuse_untold(args[0]._copy.name, "a copy of state_dict()")
-        with DisableTorchFunctionSubclass():
-            tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
-            versions = [tensor._version for tensor in tensors]
-            collective = OverCopies(func, tensors) if is_function_of_ranks(func) else None
-        if len(types) == 1:
-            with DisableTorchFunctionSubclass():
-                result = func(*args, **keywords)
-        else:  # a weight that is away, say: it answers for its value itself
-            result = _beside_others(func, args, keywords)
-        with DisableTorchFunctionSubclass():
-            if collective is not None:
-                collective.end(result)
-            # Beside a weight that is away torch counts no version for the tensors of a list.
-            listed = args[0] if len(types) > 1 and _writes_list(func) else ()
-            for tensor, version in zip(tensors, versions, strict=True):
-                if tensor._version != version or any(tensor is one for one in listed):
-                    tensor._copy.commit()
-            return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
+    def data_ptr(self) -> int:
+        """A number that tells which tensors share memory, and is no address of it."""
+        return id(self.value)
 
-    def _value(self) -> Tensor:
-        with DisableTorchFunctionSubclass():
-            return self.detach().as_subclass(Tensor)
+    def cpu(self) -> torch.UntypedStorage:
+        """Return the bytes: `torch.save` asks for those of one storage after the other."""
+        return self.value.read().contiguous().untyped_storage()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = self._value().clone()
-        return copied
+    def _write_file(self, *arguments: Any) -> None:
+        """Write the bytes, in the form that torch has for one storage by itself."""
+        self.cpu()._write_file(*arguments)
 
 
-def is_copy_of(tensor: object, weight: Weight) -> bool:
-    """Whether a tensor is a copy of all of `weight` with its present value."""
-    if not isinstance(tensor, StateTensor):
-        return False
-    return tensor._copy.is_current_copy_of(weight) and tensor.shape == weight.shape
+# To a reader of the file it is one of host memory.
+torch.serialization.register_package(
+    0, lambda storage: "cpu" if isinstance(storage, _Storage) else None, lambda *_: None
+)
 
 
-def state_tensor(copied: Tensor, value: RemoteValue, *, taken_with: str = "state_dict()") -> Tensor:
-    """Make `copied` a copy of a weight or of an optimizer's state, for a state dict; `taken_with` is for errors."""
+class StateTensor(RemoteTensor):
+    """A tensor of a state dict, or a view of one."""
+
+    _source: HostValue
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        """Return a copy: scripts take one of what is on the device like that."""
+        return self.read()
+
+    def to(self, *arguments: Any, **options: Any) -> Tensor:
+        """Return a copy, as `cpu()` does, where there is nothing to change."""
+        made = super().to(*arguments, **options)
+        return self.read() if made is self else made
+
+    def data_ptr(self) -> int:
+        """Return the address of the value, which has memory from now on as long as the tensor is held."""
+        return self._view_in(self._source.memory()).data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Return a storage that tells which tensors share memory."""
+        return self._source.storage()
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.is_whole:
+            return super().__reduce_ex__(protocol)
+        storage = TypedStorage(wrap_storage=self._source.storage(), dtype=self.dtype, _internal=True)
+        return rebuild_tensor, (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
+
+
+def state_tensor(
+    value: RemoteValue, weights: WeightAccess, *, at_once: bool, taken_with: str = "state_dict()"
+) -> StateTensor:
+    """Return a tensor of a state dict that stands for `value`: [Note: state dicts]. `HostValue` has the arguments."""
     with torch.inference_mode(False):  # the state dict may be used outside of inference mode
-        copied = copied.clone() if copied.is_inference() else copied
-        return _made(copied, _Copy(copied, value, taken_with))
+        return StateTensor(HostValue(value, weights, taken_with=taken_with, at_once=at_once))
 
 
-def _made(tensor: Tensor, copy: _Copy) -> StateTensor:
-    made = tensor.as_subclass(StateTensor)
-    made._copy = copy
-    return made
-
-
-def _writes_list(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
-
-
-def _beside_others(func: Callable[..., Any], args: Any, keywords: Any) -> Any:
-    """Run an operation with ordinary tensors in the place of copies."""
-    standing: list[tuple[Tensor, StateTensor]] = []
-
-    def ordinary(copied: StateTensor) -> Tensor:
-        with DisableTorchFunctionSubclass():
-            standing.append((copied.as_subclass(Tensor), copied))  # of one version
-        return standing[-1][0]
-
-    def original(result: Any) -> Any:
-        return next((copied for stand_in, copied in standing if stand_in is result), result)
-
-    args, keywords = pytree.tree_map_only(StateTensor, ordinary, (args, keywords))
-    return pytree.tree_map(original, func(*args, **keywords))
-
-
-def _view_of(tensors: list[StateTensor], result: Tensor) -> Tensor:
-    """Make a result that shares memory with a copy a view of it."""
-    if isinstance(result, StateTensor) or result.device.type == "meta" or not has_storage(result):
-        return result
-    for tensor in tensors:
-        if result.untyped_storage()._cdata == tensor._copy.copied.untyped_storage()._cdata:
-            return _made(result, tensor._copy)
-    return result
+def is_tensor_of(tensor: object, value: RemoteValue) -> bool:
+    """Whether a tensor of a state dict stands for all of the present `value`."""
+    return isinstance(tensor, StateTensor) and tensor.is_whole and tensor._source.is_of(value)

@@ -16,8 +16,9 @@ to say so. So to C++ a remote tensor is one of the meta backend, and asks Python
 (`numpy()`, `tolist()`, pickling, `copy.deepcopy`) give the present value.
 
 What a remote tensor reads and writes is a `RemoteValue`, which has a version. There are three: a parameter's `Weight`
-(weight.py) and the looks at it, of `param.data`, a graph or a state dict; a parameter's gradient (gradient.py); and a
-state of the optimizer (api/optimizer_states.py). Below all of them homes.py reads and writes where the bytes live.
+(weight_value.py) and the looks at it, of `param.data`, a graph or a state dict; a parameter's gradient
+(gradient.py); and a state of the optimizer (api/optimizer_states.py). Below all of them home_access.py reads and
+writes where the bytes live.
 
 One operation at a time holds the value: memory is bounded by the largest parameter, not by the model. Operations on
 lists (`torch._foreach_*`) are taken element by element for that reason.
@@ -77,6 +78,10 @@ class RemoteValue:
         It is read-only, and there until two other values have been read; with `to_write` it is the caller's, who may
         give it to `write`.
         """
+        raise NotImplementedError
+
+    def read_to_host(self) -> Tensor:
+        """Return the value in new host memory, the caller's."""
         raise NotImplementedError
 
     def write(self, value: Tensor) -> None:

@@ -29,7 +29,7 @@ from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, Slots, align_up,
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.homes import INPUT_BYTES_KEY
+from offloadzero.planning.checkpointed_inputs import INPUT_BYTES_KEY
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from enum import Enum
 
 import torch
 
-from offloadzero.activations.homes import (
+from offloadzero.activations.input_homes import (
     EndedCell,
     EndedCells,
     InputCopy,
@@ -53,7 +53,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.homes import MIN_BYTES, input_key, may_leave
+from offloadzero.planning.checkpointed_inputs import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.machine import available_host_bytes
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.ranks.group import Group

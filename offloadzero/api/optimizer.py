@@ -442,7 +442,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return read_states(self.runtime.weights, *place) if place[1].trainable else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the format of torch's optimizer, all of it in host memory, with the fp32 master weights beside it.
+        """Return the format of torch's optimizer, with the fp32 master weights beside it: [Note: state dicts].
 
         The compact layout adds the moments' codes and scales, from which loading continues with the same bits. A change
         of these tensors in place is written to the states, as in torch. Raises StateError where the engine is closed.
@@ -452,8 +452,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         weights = self.runtime.weights
         state: dict[int, Any] = {}
         for number, record, slot in self._numbered():
-            state[number] = read_states(weights, record, slot)  # waits for the update, which counts the step
-            if self.spec.begins_without and not slot.step:
+            state[number] = read_states(weights, record, slot)
+            if self.spec.begins_without and not weights.homes.read_step(record, slot):
                 for kind in self.spec.states:
                     del state[number][kind]
         groups: list[dict[str, Any]] = []

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from offloadzero.access.homes import are_codes_of, expect_codes
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.home_access import are_codes_of, expect_codes
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.api.optimizer_states import step_count
 from offloadzero.arithmetic.device_math import join_master
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE

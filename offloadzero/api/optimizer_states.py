@@ -1,7 +1,7 @@
 """The states of an offloaded optimizer as scripts see them, in `optimizer.state` and `state_dict()`.
 
-Both hold copies in host memory that write through, as those of a model's state dict do: `exp_avg.mul_(0.5)` changes the
-state. A copy that is older than the last update is not written any more: writing to it is an error.
+Their tensors stand for the states as those of a model's state dict for the weights: `exp_avg.mul_(0.5)` changes the
+state. [Note: state dicts] in access/state_dict.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from offloadzero.access.state_dict import state_tensor
 from offloadzero.access.tensor import RemoteValue
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.update.flat_layout import ParamSlot
@@ -27,29 +27,47 @@ class _State(RemoteValue):
     """One state of one parameter."""
 
     def __init__(
-        self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str, value: torch.Tensor
+        self,
+        weights: WeightAccess,
+        record: Record,
+        slot: ParamSlot,
+        key: str,
+        dtype: torch.dtype = torch.float32,
+        shape: torch.Size | None = None,
     ) -> None:
-        super().__init__(f"{slot.name}.{key}", value.shape, value.dtype, value.device)
+        super().__init__(
+            f"{slot.name}.{key}", slot.shape if shape is None else shape, dtype, torch.device("cpu")
+        )
         self._weights = weights
         self._record = record
         self._slot = slot
-        self._key = key
+        self.key = key
 
     @property
     def version(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
         slot = self._slot  # whose master is written whenever it is
-        kind = SegmentKind.PARAM if self._key == "master" else SegmentKind(self._key)
+        kind = SegmentKind.PARAM if self.key == "master" else SegmentKind(self.key)
         return self._weights.num_updates(self._record), slot.step, slot.num_writes[kind]
+
+    def read_to_host(self) -> torch.Tensor:
+        """Read the value from its home."""
+        if self.key == "step":
+            return torch.tensor(float(self._weights.homes.read_step(self._record, self._slot)), device="cpu")
+        if self.key == "master":
+            return self._weights.read_master(self._record, self._slot)
+        if self.key in self._record.spec.states:
+            return self._weights.states.read(self._record, self._slot, SegmentKind(self.key))
+        return self._weights.states.read_codes(self._record, self._slot)[self.key]
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
-        if self._key == "step":
+        if self.key == "step":
             self._weights.homes.write_step(self._record, self._slot, step_count(self.name, value))
-        elif self._key == "master":
+        elif self.key == "master":
             self._weights.write(self._record, self._slot, value)
-        elif self._key in self._record.spec.states:
-            self._weights.states.write(self._record, self._slot, SegmentKind(self._key), value)
+        elif self.key in self._record.spec.states:
+            self._weights.states.write(self._record, self._slot, SegmentKind(self.key), value)
         else:
             raise StateError(
                 f"{self.name}: the codes of the compact layout are not to be written: write "
@@ -69,19 +87,21 @@ def step_count(name: str, value: Any) -> int:
 
 
 def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
-    """One parameter's states in host memory, by the names of torch's optimizer."""
-    states = {kind.value: weights.states.read(record, slot, kind) for kind in record.spec.states}
-    # Reading has waited for the update, which counts the step.
+    """Tensors that stand for one parameter's states, by the names of torch's optimizer."""
+    states = [_State(weights, record, slot, kind.value) for kind in record.spec.states]
     if record.spec.counts_steps:
-        states["step"] = torch.tensor(float(slot.step), device="cpu")
+        states.append(_State(weights, record, slot, "step", shape=torch.Size()))
     if record.dtype != torch.float32:
-        states["master"] = weights.read_master(record, slot)
-    states.update(weights.states.read_codes(record, slot))
+        states.append(_State(weights, record, slot, "master"))
+    if record.codes is not None:
+        states += [
+            _State(weights, record, slot, name, dtype, shape)
+            for name, _, dtype, shape in record.codes.specs(slot.shape)
+        ]
+    at_once = not all(weights.homes.reads_alone(record, one) for one in record.segments.values())
     return {
-        key: state_tensor(
-            value, _State(weights, record, slot, key, value), taken_with="state_dict() or optimizer.state"
-        )
-        for key, value in states.items()
+        state.key: state_tensor(state, weights, at_once=at_once, taken_with="state_dict() or optimizer.state")
+        for state in states
     }
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, encode_manifest
 from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import (

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.checkpoint.format.safetensors_file import TensorSpec
 from offloadzero.core.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot

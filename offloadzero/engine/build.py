@@ -11,9 +11,9 @@ from torch import nn
 
 from offloadzero.access.agreement import Announcements
 from offloadzero.access.gathered import ScriptBlocks
-from offloadzero.access.homes import HomeAccess
+from offloadzero.access.home_access import HomeAccess
 from offloadzero.access.parameter import is_offloaded
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.weight_access import WeightAccess
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories

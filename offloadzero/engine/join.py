@@ -24,7 +24,7 @@ from offloadzero.core.torch_private import sharder_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import device_of_rank, make_current
 from offloadzero.memory.tickets import Failures
-from offloadzero.planning.homes import Placement
+from offloadzero.planning.placement_rules import Placement
 from offloadzero.ranks.group import Group, digest, machine
 from offloadzero.ranks.mesh import expect_whole_gradient
 from offloadzero.ranks.shard import consecutive_groups, keeps_params_on_device

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from offloadzero.access.weights import answer_for
+from offloadzero.access.weight_access import answer_for
 from offloadzero.config import OffloadConfig
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import uninterrupted
@@ -40,8 +40,9 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.homes import idle_rules, rank_bytes
 from offloadzero.planning.placement import describe_placement
+from offloadzero.planning.placement_rules import idle_rules
+from offloadzero.planning.zero_formulas import rank_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks
@@ -161,6 +162,7 @@ class Runtime:
         )
         self.executor, self.changes = parts.executor, parts.changes
         self.weights, self.blocks, self.activations = parts.weights, parts.blocks, parts.activations
+        self.weights.engine = weakref.ref(self)
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
@@ -343,6 +345,8 @@ class Runtime:
         try:
             if self.failures.first is None and lost is None:
                 self.changes.wait_updates()
+                for value in list(self.weights.in_state_dicts):
+                    value.keep()
                 self.clock.settle(wait=True)
             elif lost is not None and _script_error() is None and not self.changes.is_updated():
                 self.failures.record(lost)
@@ -473,6 +477,7 @@ def _close_at_exit() -> None:
     untold = [runtime for runtime in _closed if runtime.failures.unseen() is not None]
     for runtime in sorted([*_live, *untold], key=lambda each: each.number):
         try:
+            runtime.weights.in_state_dicts.clear()  # nobody reads them any more
             runtime.close()
         except BaseException:
             traceback.print_exc()

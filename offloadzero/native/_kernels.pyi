@@ -18,9 +18,8 @@ def adam_step(
     isa: int,
     num_threads: int,
     scalars: _Scalars,
-    with_sq_norm: bool,
     /,
-) -> float | None: ...
+) -> None: ...
 def lion_step(
     layout: int,
     grad_dtype: int,
@@ -32,9 +31,8 @@ def lion_step(
     isa: int,
     num_threads: int,
     scalars: _Scalars,
-    with_sq_norm: bool,
     /,
-) -> float | None: ...
+) -> None: ...
 def adagrad_step(
     layout: int,
     grad_dtype: int,
@@ -46,9 +44,8 @@ def adagrad_step(
     isa: int,
     num_threads: int,
     scalars: _Scalars,
-    with_sq_norm: bool,
     /,
-) -> float | None: ...
+) -> None: ...
 def sgd_step(
     layout: int,
     grad_dtype: int,
@@ -60,9 +57,8 @@ def sgd_step(
     isa: int,
     num_threads: int,
     scalars: _Scalars,
-    with_sq_norm: bool,
     /,
-) -> float | None: ...
+) -> None: ...
 def compact_adam_step(
     grad_dtype: int,
     compact: _Compact,
@@ -72,9 +68,8 @@ def compact_adam_step(
     num_threads: int,
     scalars: _Scalars,
     step: int,
-    with_sq_norm: bool,
     /,
-) -> float | None: ...
+) -> None: ...
 def compact_encode(
     state: _State, compact: _Compact, num_elements: int, isa: int, num_threads: int, /
 ) -> None: ...

@@ -272,7 +272,6 @@ def _step(
         isa_code(isa),
         check_num_threads(num_threads),
         scalars,
-        False,  # the gradient's norm is not asked for
     )
 
 
@@ -308,7 +307,6 @@ def compact_adam_step(
         check_num_threads(num_threads),
         hyper.scalars(step=step, grad_scale=grad_scale),
         step,
-        False,  # the gradient's norm is not asked for
     )
 
 

@@ -26,19 +26,16 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.homes import (
-    INPUT_BYTES_KEY,
-    InputPlan,
-    Placement,
+from offloadzero.planning.buffer_bytes import (
     grad_home_bytes,
-    input_plan,
     largest_of,
     norms_scratch_bytes,
-    place,
     unit_lease_bytes,
     update_scratch_bytes,
     update_slot_bytes,
 )
+from offloadzero.planning.checkpointed_inputs import INPUT_BYTES_KEY, InputPlan, input_plan
+from offloadzero.planning.placement_rules import Placement, place
 from offloadzero.ranks.shard import divides_params, kept_elements
 from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.records import Record

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from offloadzero.access.agreement import Announcements
 from offloadzero.access.gradient import GradientTensor, GradientValue, product_is_exact
-from offloadzero.access.homes import HomeAccess
+from offloadzero.access.home_access import HomeAccess
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import (

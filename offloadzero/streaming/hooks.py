@@ -51,9 +51,9 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadzero.access.gathered import ScriptBlocks
 from offloadzero.access.parameter import PresentParameter
-from offloadzero.access.state_dict import is_copy_of, state_tensor
-from offloadzero.access.weight import Counted, weight_of
-from offloadzero.access.weights import WeightAccess
+from offloadzero.access.state_dict import is_tensor_of, state_tensor
+from offloadzero.access.weight_access import WeightAccess
+from offloadzero.access.weight_value import weight_of
 from offloadzero.activations.store import ActivationStore, Call
 from offloadzero.core import interrupts
 from offloadzero.core.interrupts import call_script, uninterrupted
@@ -448,7 +448,7 @@ class ModelHooks:
     def _fill_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Replace the placeholders of one module's own parameters by their values, in host memory."""
+        """Replace the placeholders of one module's own parameters by tensors that stand for their values."""
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             slot = self._slot_of.get(id(param))
             if slot is None or state_dict.get(prefix + name, param) is param:
@@ -458,17 +458,19 @@ class ModelHooks:
                 continue  # an ordinary parameter, of which a script may ask one rank alone
             if slot.trainable:
                 self.executor.changes.expect_step_taken(record.index)
-            weight = weight_of(param)
-            # Tied parameters share a copy: a writer of files compares the memory to write them once.
-            same = (
-                [one for one in state_dict.values() if is_copy_of(one, weight)]
-                if id(param) in self._tied
-                else []
+            value = weight_of(param).alias()
+            # Tied parameters share a value: a writer of files compares the memory to write them once.
+            others = state_dict.values() if id(param) in self._tied else ()
+            same = next((one for one in others if is_tensor_of(one, value)), None)
+            state_dict[prefix + name] = (
+                state_tensor(
+                    value,
+                    self._weights,
+                    at_once=not self._weights.homes.reads_alone(record, record.param_home),
+                )
+                if same is None
+                else same.detach()
             )
-            if same:
-                state_dict[prefix + name] = same[0].detach()
-            else:
-                state_dict[prefix + name] = state_tensor(self._weights.read(record, slot), Counted(weight))
 
     def _take_state_dict(
         self,

@@ -21,7 +21,7 @@ from offloadzero.core.constants import COMPACT_BLOCK, num_scales
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.native.hyper import AdamHyper
 from offloadzero.native.kernels import compact_adam_step, compact_encode
-from offloadzero.planning.homes import place
+from offloadzero.planning.placement_rules import place
 from offloadzero.update.records import Record, make_record, segment_slice
 from offloadzero.update.specs.adam import ADAM
 from tests.support.cases import IN_FULL

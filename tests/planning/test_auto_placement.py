@@ -30,10 +30,10 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import expect_room
-from offloadzero.planning.homes import Placement
 from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
+from offloadzero.planning.placement_rules import Placement
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 from tests.planning.test_memory_plan import records
@@ -461,11 +461,15 @@ def tied() -> nn.Module:
     return TinyModel(num_blocks=8)
 
 
-@pytest.mark.parametrize("make_model", [stack, tied])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"clipping": 0.5, "accumulation": 2}, {"dtype": "fp16"}, {"dtype": None}],
-    ids=str,
+    ("make_model", "options"),
+    [
+        (stack, {}),
+        (tied, {"clipping": 0.5, "accumulation": 2}),
+        (stack, {"dtype": "fp16"}),
+        (tied, {"dtype": None}),
+    ],
+    ids=["fp32 states", "tied, clipping, accumulation", "fp16", "tied, fp32"],
 )
 def test_the_numbers_are_those_of_the_resident_run(
     tmp_path: Path, make_model: Any, options: dict[str, Any]

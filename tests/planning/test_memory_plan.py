@@ -19,7 +19,6 @@ from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRu
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.homes import idle_rules, place
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     first_enough,
@@ -27,6 +26,7 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
     updates_in_backward,
 )
+from offloadzero.planning.placement_rules import idle_rules, place
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 

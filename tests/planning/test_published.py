@@ -17,9 +17,9 @@ from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.plan.report import StageBytes, by_stage, step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
-from offloadzero.planning.homes import efficiency_unoverlapped, state_bytes
 from offloadzero.planning.step.forecast import Step
 from offloadzero.planning.step.work import AFTER, BACKWARD, FORWARD
+from offloadzero.planning.zero_formulas import efficiency_unoverlapped, state_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.planning.planners import WITH_DEVICE, planner_of
 from tests.support.tiny import settings

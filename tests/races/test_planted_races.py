@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.access.homes import HomeAccess
+from offloadzero.access.home_access import HomeAccess
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import LaneTicket

@@ -26,8 +26,8 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import StateError
 from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes
 from offloadzero.planning.engine_plan import plan_records
-from offloadzero.planning.homes import rank_bytes
 from offloadzero.planning.model.shapes import read_model
+from offloadzero.planning.zero_formulas import rank_bytes
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.streaming.building.units import cut_units
 from offloadzero.update.spec import UpdateForm

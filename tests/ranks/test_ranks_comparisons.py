@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import offloadzero
-from offloadzero.access import homes as home_access
+from offloadzero.access import home_access
 from offloadzero.core.launch import launched_local_size
 from offloadzero.errors import ConfigError
 from offloadzero.observe import collectives

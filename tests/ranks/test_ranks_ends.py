@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import offloadzero
-from offloadzero.access.homes import HomeAccess
+from offloadzero.access.home_access import HomeAccess
 from offloadzero.api import checkpoints as engine_checkpoints
 from offloadzero.engine import runtime
 from offloadzero.engine.lifetime import wait_for_collected

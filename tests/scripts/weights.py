@@ -1,7 +1,7 @@
 """Scripts that read and write weights between steps, in penalties and for evaluation.
 
 None touches a gradient: that is the business of `gradients`. Each way to one weight is in the access table of
-tests/parameters; here a script goes that way over a whole model.
+tests/access; here a script goes that way over a whole model.
 """
 
 from __future__ import annotations

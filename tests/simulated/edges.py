@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadzero.activations import homes as activation_homes
+from offloadzero.activations import input_homes
 from offloadzero.activations import store as activations
 from offloadzero.memory import arena, checksums, lanes, nvme, store, tickets
 from offloadzero.memory.device import CpuDevice
@@ -129,7 +129,7 @@ def _hand_overs(order: Order, patch: pytest.MonkeyPatch) -> None:
         setattr(owner, name, HandOver(getattr(owner, name)))
 
     _after_init(patch, arena.BufferPool, lambda pool: replace("_free", pool))
-    _after_init(patch, activation_homes.EndedCells, lambda cells: replace("_entries", cells))
+    _after_init(patch, input_homes.EndedCells, lambda cells: replace("_entries", cells))
 
 
 class _OrderedLock:

@@ -52,7 +52,7 @@ REDUNDANT: dict[str, str] = {
     "the look the update's thread would do so in backward, where other work may come",
     "activations/store.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
     "order: who gets the place writes after the one that had it",
-    "activations/homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
+    "activations/input_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
     "which nothing was computed for two steps, of a graph from before them: the fence of a fetch covers all others",
 }
 
@@ -69,15 +69,15 @@ NUMBERS_ALONE: dict[str, str] = {
     "the number of skipped steps: Python numbers",
     "step/coordinator.py _wait_last_landed: no gradient.landed.wait()": "what is read too early is the norms: Python "
     "numbers",
-    "activations/homes.py release: as if entry.users.done()": "a home in use is not given back, and more "
+    "activations/input_homes.py release: as if entry.users.done()": "a home in use is not given back, and more "
     "memory is taken: no race",
-    "activations/homes.py release: no entry.users.wait()": "as the line before it",
+    "activations/input_homes.py release: no entry.users.wait()": "as the line before it",
     "streaming/unit_changes.py is_updated: as if unit.updated.done()": "what comes of it is whether a script is told "
     "that the last updates are given up",
     "streaming/executor.py _meet_others: as if self._decided.done()": "what comes too early is a forward behind a "
     "step that is refused: how far a script gets before it is told",
     "streaming/executor.py _meet_others: no self._decided.wait()": "as the line before it",
-    "access/homes.py write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) "
+    "access/home_access.py write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) "
     "for kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
 }
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
-from offloadzero.activations import homes as activation_homes
+from offloadzero.activations import input_homes
 from offloadzero.activations import store as activations
 from offloadzero.core.segments import SegmentKind
 from offloadzero.step import collect
@@ -220,7 +220,7 @@ def _every_input(patch: pytest.MonkeyPatch) -> None:
 
 def _much_staging(patch: pytest.MonkeyPatch) -> None:
     """No input waits for a buffer, and so for the write of an earlier one."""
-    patch.setattr(activation_homes, "NUM_INPUT_STAGING", 16)
+    patch.setattr(input_homes, "NUM_INPUT_STAGING", 16)
 
 
 CODES = {"zero_quantized_weights": True, "zero_quantized_gradients": True}

@@ -235,7 +235,10 @@ def _fail(_grad: torch.Tensor) -> None:
 
 
 class OnceWithoutGradient(Stack):
-    """In every second forward its second block computes without gradients: only the micro batch before has them."""
+    """In every second forward its first block is frozen: only the micro batch before has gradients of it.
+
+    Its weights are what backward reads last, for the gradient of the input, and no other gradient lands after that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,10 +246,9 @@ class OnceWithoutGradient(Stack):
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
-        for number, block in enumerate(self.blocks):
-            with torch.set_grad_enabled(number != 1 or self.num_calls % 2 == 1):
-                y = block(x)
-            x = x + y
+        self.blocks[0].requires_grad_(self.num_calls % 2 == 1)
+        x = super().run_blocks(x.detach().requires_grad_())
+        self.blocks[0].requires_grad_(True)
         return x
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offloadzero.activations import store as activations
 from offloadzero.core.segments import TierName
 from offloadzero.errors import StateError
-from offloadzero.planning.homes import INPUTS_AHEAD
+from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD
 from tests.streaming.checkpointed import TIERS, config_with, features, loop, make_engine
 from tests.support import models
 from tests.support.models import CheckpointedStack, Stack

@@ -22,7 +22,7 @@ from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory import arena, device
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from tests.simulated.checked import checked
 from tests.simulated.counting import TEMPORARY_BYTES, counting
 from tests.simulated.device import SimulatedDevice, simulated

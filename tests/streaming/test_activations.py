@@ -20,7 +20,7 @@ from offloadzero.core.segments import TierName
 from offloadzero.core.torch_private import top_saved_tensors_default_hooks
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.streaming import hooks
 from tests.streaming.checkpointed import (
     AWAY,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.access.homes import HomeAccess
+from offloadzero.access.home_access import HomeAccess
 from offloadzero.memory.store import Segment
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept_elements import kept_place

@@ -44,6 +44,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
 from offloadzero.observe.texts import format_bytes
+from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.planning.engine_plan import (
     Beside,
     Change,
@@ -60,7 +61,6 @@ from offloadzero.planning.engine_plan import (
     with_keys,
 )
 from offloadzero.planning.hardware import Hardware, Memory
-from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, free_disk_bytes, nearest_directory
 from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_nvme
 from offloadzero.planning.model.shapes import MAX_LAYERS, ModelSource

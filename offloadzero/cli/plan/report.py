@@ -25,7 +25,7 @@ from offloadzero.observe.timeline import COLLECTIVES, LANES
 from offloadzero.planning.cluster import Cluster, on_cluster
 from offloadzero.planning.engine_plan import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
-from offloadzero.planning.homes import STAGES, idle_rules, state_bytes
+from offloadzero.planning.placement_rules import idle_rules
 from offloadzero.planning.step.advice import (
     Run,
     faster,
@@ -36,6 +36,7 @@ from offloadzero.planning.step.advice import (
 )
 from offloadzero.planning.step.forecast import OVERLAP, Forecast, Phase, Step, plan_step
 from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
+from offloadzero.planning.zero_formulas import STAGES, state_bytes
 
 LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
 

@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadzero.core.torch_private import DispatchMode, fake_tensor_mode
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import align_up
-from offloadzero.planning.homes import input_key, may_leave
+from offloadzero.planning.checkpointed_inputs import input_key, may_leave
 from offloadzero.planning.model.operations import formula_of, is_heavy
 from offloadzero.planning.model.shapes import next_token_loss
 

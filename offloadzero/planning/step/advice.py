@@ -20,9 +20,9 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.homes import efficiency_unoverlapped
 from offloadzero.planning.step.forecast import COMPACT, Forecast, Rates, Step, compute_seconds
 from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
+from offloadzero.planning.zero_formulas import efficiency_unoverlapped
 
 _COMPACT = "the compact layout"
 _RECOMPUTE_LESS = "fewer recomputations"

@@ -50,7 +50,7 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
-from offloadzero.planning.homes import INPUTS_AHEAD
+from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, MemoryPlan
 from offloadzero.planning.model.trace import CallInputs
 from offloadzero.planning.step.fetches import StartedFetch, fetches_in_order, uses_of_micro_batch

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from offloadzero.access.parameter import restore_parameter
-from offloadzero.access.weights import WeightAccess, encode
+from offloadzero.access.weight_access import WeightAccess, encode
 from offloadzero.arithmetic import device_math
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.pages import FreedMemory

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offloadzero.access.parameter import is_offloaded, offload_parameter, restore_parameter
-from offloadzero.access.weight import Weight, weight_of
+from offloadzero.access.weight_value import Weight, weight_of
 from offloadzero.core import interrupts
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import is_interrupt, uninterrupted_throughout

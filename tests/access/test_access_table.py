@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parameters import access_table
-from tests.parameters.access_table import PLACES, STATES, Cell
-from tests.parameters.access_ways import KEPT_READS, MADE_READS, READS, UNUSUAL_WRITES, WRITES
+from tests.access import access_table
+from tests.access.access_table import PLACES, STATES, Cell
+from tests.access.access_ways import KEPT_READS, MADE_READS, READS, UNUSUAL_WRITES, WRITES
 from tests.scripts.common import NUM_STEPS
 
 LONG = NUM_STEPS >= 50

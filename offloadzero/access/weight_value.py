@@ -73,6 +73,10 @@ class _Kept(RemoteValue):
         """Return the value."""
         return self._tensor.clone() if to_write else self._tensor
 
+    def read_to_host(self) -> Tensor:
+        """Return a copy of the value."""
+        return self._tensor.to("cpu", copy=True)
+
     def write(self, value: Tensor) -> None:
         """Replace the value."""
         self._tensor = value
@@ -100,6 +104,10 @@ class Look(RemoteValue):
         """Read the value."""
         return self._value.read(to_write=to_write)
 
+    def read_to_host(self) -> Tensor:
+        """Read the value into host memory."""
+        return self._value.read_to_host()
+
     def write(self, value: Tensor) -> None:
         """Write the value."""
         self._value.write(value)
@@ -118,7 +126,7 @@ class Alias(Look):
 
 
 class Counted(Look):
-    """The value for `detach()` and `state_dict()`: unlike writes through `data`, theirs are known to autograd."""
+    """The value for `detach()`: unlike writes through `data`, its are known to autograd."""
 
     def write(self, value: Tensor) -> None:
         """Write the value."""

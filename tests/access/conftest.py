@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import offloadzero
-from tests.parameters.offloaded_stacks import adam, build
+from tests.access.offloaded_stacks import adam, build
 from tests.support.models import Stack
 from tests.support.training import make_config
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
-from tests.parameters.offloaded_stacks import adam, assert_same_weights, build, step
+from tests.access.offloaded_stacks import adam, assert_same_weights, build, step
 from tests.support.models import Block, Stack, features
 
 # --- written after a use

@@ -26,7 +26,7 @@ from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, FileWay, Sender, Sent, Staging
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.homes import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 
 
 @dataclass(frozen=True, eq=False)

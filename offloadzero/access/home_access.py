@@ -117,6 +117,12 @@ class HomeAccess:
             finally:
                 record.edits.end()
 
+    def read_step(self, record: Record, slot: ParamSlot) -> int:
+        """The number of updates that the parameter's states have seen, as soon as the last one has counted."""
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
+            self._changes.update_ticket(record.index).wait()
+        return slot.step
+
     def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
         """Set the number of updates that the parameter's states have seen, on all ranks as in `write`."""
         self._group.note_write(record.index, slot.index, "step", step)
@@ -131,11 +137,15 @@ class HomeAccess:
 
     def read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         """Read all of a slot's elements of a segment. The caller waits for a state, or a gradient."""
-        if record.shard.world_size == 1 or segment is record.whole_param:
+        if _is_whole(record, segment):
             place = kept_place(record, slot, segment.kind)
             self._store.read(segment, target, start=place.start).wait()
         else:
             self.gather(record, slot, segment, target)
+
+    def reads_alone(self, record: Record, segment: Segment) -> bool:
+        """Whether a read of a segment needs no call of the other ranks, or they follow this one."""
+        return self._announcements.leads or _is_whole(record, segment)
 
     def gather(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         """Fill `target` from the parts of all ranks, which read the same ones: [Note: ranks say what they read]."""
@@ -159,6 +169,11 @@ class HomeAccess:
             return FINISHED
         part = source[place.skipped : place.skipped + place.num_elements]
         return self._store.write(segment, part, start=place.start)
+
+
+def _is_whole(record: Record, segment: Segment) -> bool:
+    """Whether this rank keeps all of a segment."""
+    return record.shard.world_size == 1 or segment is record.whole_param
 
 
 class StateAccess:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.parameters.access_model import WIDTH, Run, inputs
+from tests.access.access_model import WIDTH, Run, inputs
 
 # --- reads: (run, name of a parameter) -> its value ---
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
-from tests.parameters.offloaded_stacks import adam, assert_same_weights, build, step
+from tests.access.offloaded_stacks import adam, assert_same_weights, build, step
 from tests.support.models import features
 
 

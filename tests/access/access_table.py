@@ -19,8 +19,8 @@ from torch import Tensor
 import offloadzero
 from offloadzero import OffloadError, zero
 from offloadzero.access.parameter import AwayParameter
-from tests.parameters.access_model import OPTIONS, Net, PlainBf16AdamW, Probe, Run, nothing
-from tests.parameters.access_ways import KEPT_READS, MADE_READS, READS, UNUSUAL_WRITES, WRITES, Write
+from tests.access.access_model import OPTIONS, Net, PlainBf16AdamW, Probe, Run, nothing
+from tests.access.access_ways import KEPT_READS, MADE_READS, READS, UNUSUAL_WRITES, WRITES, Write
 from tests.support.training import Config
 
 WRITE_STEP = 1

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 
-from offloadzero.access.homes import Changes, HomeAccess, StateAccess
+from offloadzero.access.home_access import Changes, HomeAccess, StateAccess
 from offloadzero.access.parameter import offload_parameter
 from offloadzero.access.tensor import RemoteTensor
-from offloadzero.access.weight import Weight
+from offloadzero.access.weight_value import Weight
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.core.interrupts import uninterrupted_throughout
@@ -69,6 +70,9 @@ class WeightAccess:
         self._store = store
         self._changes = changes
         self._units = units
+        # What tensors of state dicts stand for, and the engine, which lives as long as one of them.
+        self.in_state_dicts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.engine: Callable[[], object] = lambda: None
         # By the id of a slot whose master was loaded: how many updates and writes it had, and a hash of its parameter.
         self._masters_loaded: dict[int, tuple[int, int, bytes]] = {}
 
@@ -165,6 +169,12 @@ class WeightAccess:
         value = slot.view_in(flat)
         return value.clone() if to_write else value
 
+    def host_value(self, record: Record, slot: ParamSlot) -> torch.Tensor:
+        """Return the parameter in host memory, in its shape, where no step is missing after backward's updates."""
+        if slot.trainable:
+            self._changes.expect_step_taken(record.index)
+        return self.read(record, slot)
+
     @uninterrupted_throughout
     def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Write a script's changes to a parameter. Elements whose bits are unchanged keep their fp32 master."""
@@ -236,6 +246,10 @@ class SlotWeight(Weight):
     def read(self, *, to_write: bool = False) -> torch.Tensor:
         """Return the value on the device."""
         return self._access.value(self._record, self._slot, to_write=to_write)
+
+    def read_to_host(self) -> torch.Tensor:
+        """Read the value from its home."""
+        return self._access.host_value(self._record, self._slot)
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""

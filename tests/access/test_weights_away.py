@@ -6,6 +6,7 @@ The reference is the same script on the same model without this library, in fp32
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import time
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.access.parameter import AwayParameter, PresentParameter
 from offloadzero.errors import StateError
-from tests.parameters.offloaded_stacks import adam, assert_same_weights, build, step
+from tests.access.offloaded_stacks import adam, assert_same_weights, build, step
 from tests.support.cases import case
 from tests.support.models import WIDTH, Block, Stack, features
 from tests.support.training import make_config
@@ -249,12 +250,14 @@ def test_a_state_dict_is_of_ordinary_tensors_for_those_who_read_it(offloaded: An
     loaded = torch.load(file, weights_only=True)
     assert type(loaded["blocks.0.up.weight"]) is Tensor
     assert torch.equal(loaded["blocks.0.up.weight"], value)
-    assert value.data_ptr()
+    address = value.data_ptr()
     before = value.clone()
     step(model, optimizer, 0)
-    assert torch.equal(value, before)  # a copy
-    with pytest.raises(StateError, match=r"blocks\.0\.up\.weight: was changed since state_dict"):
-        value.zero_()
+    assert torch.equal(value, model.blocks[0].up.weight)  # as torch's, it follows the weight
+    assert not torch.equal(value, before)
+    assert value.data_ptr() == address
+    in_memory = (ctypes.c_float * value.numel()).from_address(address)
+    assert torch.equal(torch.frombuffer(in_memory, dtype=torch.float32).view(value.shape), value.cpu())
 
 
 def test_keep_vars_gives_the_parameters(offloaded: Any) -> None:
