@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from offloadzero.core.segments import TierName
-from offloadzero.memory.arena import Arena, staggered
+from offloadzero.memory.arena import ALIGN_BYTES, Arena, staggered
 from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
 from offloadzero.memory.mapped_files import FileRange
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
@@ -142,6 +142,18 @@ class Home:
     def parts(self) -> Sequence[Part]:
         """The homes that it consists of: itself alone, unless it is in parts."""
         return self.place.parts if isinstance(self.place, InParts) else (Part(0, self),)
+
+    @cached_property
+    def lead_bytes(self) -> int:
+        """The bytes behind a border of ALIGN_BYTES at which memory for all of it begins best, fewer than those.
+
+        Tensors of a file begin anywhere. Memory that begins as far behind a border as they do gets them without a copy.
+        """
+        for start, home in self.parts:
+            if isinstance(home.place, FileRange):
+                lead = (home.place.offset - start * self.dtype.itemsize) % ALIGN_BYTES
+                return lead - lead % self.dtype.itemsize
+        return 0
 
 
 class DeviceTier(Tier):

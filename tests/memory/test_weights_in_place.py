@@ -175,6 +175,27 @@ def test_a_file_on_another_drive_is_read_where_that_is_asked_for(base: Path, tmp
         in_place.close()
 
 
+def test_whole_sectors_of_a_file_come_without_a_copy(tmp_path: Path) -> None:
+    """Wherever the first of them begins."""
+    (tmp_path / "base").mkdir()
+    file, num_layers = tmp_path / "base" / "0.safetensors", 4
+    save_file({str(number): torch.randn(128, 128) for number in range(num_layers)}, file)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(num_layers)))
+    for layer, value in zip(model, load_file(file).values(), strict=True):
+        layer.weight = nn.Parameter(value, requires_grad=False)
+    model.append(nn.Linear(128, 1))
+    config = settings(tmp_path, bf16={"enabled": False}, budgets={"device": "264KiB"})
+    engine = make_engine(config, model)
+    nvme = engine.optimizer.runtime.store.nvme
+    before = nvme.engine.stats()
+    engine(torch.ones(1, 128))
+    after = nvme.engine.stats()
+    assert in_place_bytes(engine) == num_layers * 128 * 128 * 4
+    straight = (after["blocks"] - after["bounced"]) - (before["blocks"] - before["bounced"])
+    assert straight >= num_layers
+    engine.close()
+
+
 # --- writes ---
 
 
