@@ -43,10 +43,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:half]}...{text[-half:]}"
 
 
-def _nearest(word: object, known: Iterable[str]) -> list[str]:
+def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
+    """The known word that is most like this one, by difflib; none where all are less alike than `cutoff`."""
     if not isinstance(word, str) or len(word) > _MAX_COMPARED_CHARS:
         return []
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
 
 
 class OffloadError(Exception):
@@ -68,7 +69,7 @@ class ConfigError(OffloadError, ValueError):
         self.key = key
         self.value = value
         self.allowed = allowed
-        near = _nearest(key.rsplit(".", 1)[-1], known_keys) + _nearest(value, known_values)
+        near = nearest(key.rsplit(".", 1)[-1], known_keys) + nearest(value, known_values)
         self.nearest = near[0] if near else None
         hint = f" (did you mean {self.nearest!r}?)" if self.nearest else ""
         super().__init__(f"{_printable(key)} = {abbreviated(value)}: {allowed}{hint}")

@@ -15,6 +15,11 @@ import torch
 from torch import nn
 
 from offloadzero.access.gathered import GatheredBlock
+from offloadzero.api.deepspeed.z3_leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
+from offloadzero.api.deepspeed.z3_leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
+from offloadzero.api.deepspeed.z3_leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
+from offloadzero.api.deepspeed.z3_leaf_modules import z3_leaf_module as z3_leaf_module
+from offloadzero.api.deepspeed.z3_leaf_modules import z3_leaf_parameter as z3_leaf_parameter
 from offloadzero.api.optimizer import ConfigSource
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
 from offloadzero.core import launch

@@ -28,6 +28,7 @@ from torch.storage import TypedStorage
 
 from offloadzero.access.tensor import RemoteTensor, RemoteValue
 from offloadzero.access.weight_access import WeightAccess
+from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.torch_private import rebuild_tensor
 from offloadzero.errors import StateError
 
@@ -70,6 +71,7 @@ class HostValue(RemoteValue):
             return self._value.read_to_host()
         return self.memory().clone() if to_write else self.memory()
 
+    @uninterrupted_throughout  # an interrupt must not leave the memory written and the home not
     def write(self, value: Tensor) -> None:
         """Write the value. Raises StateError where it is one of before the last update, or of a closed engine."""
         if self._is_stale():
@@ -77,9 +79,11 @@ class HostValue(RemoteValue):
                 f"{self.name}: was changed since {self._taken_with}, whose copy of it is written now: take a new "
                 "one, or use load_state_dict()"
             )
-        held = self._held
-        self._value.write(value if held is None else held.copy_(value).clone())
+        held = None if self._held is None else value.clone()
+        self._value.write(value)  # whose memory is the home's from now on
         self._value.count_write()
+        if self._held is not None and held is not None:
+            self._held.copy_(held)
         self._held_version = self.version
 
     def memory(self) -> Tensor:

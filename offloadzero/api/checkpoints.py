@@ -86,7 +86,8 @@ class EngineCheckpoints:
         return [] if self._optimizer is None else self._optimizer.param_groups
 
     def _states(self) -> States:
-        return States(self._runtime.model, self._runtime.records, self._runtime.weights)
+        runtime = self._runtime
+        return States(runtime.model, runtime.records, runtime.weights, runtime.spec.name)
 
     # --- saving ---
 

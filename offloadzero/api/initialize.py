@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,23 @@ from offloadzero.access.dtensors import LocalParameters
 from offloadzero.api.arguments import Collate, config_source, make_loader
 from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
 from offloadzero.api.engine import Engine
-from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
+from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer
+from offloadzero.api.optimizer_checks import check_optimizers, groups_of
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize, with_unused_blocks
 from offloadzero.config.schema import MeshConfig
 from offloadzero.core import launch
 from offloadzero.engine.join import config_of_rank, join_group, telling_others
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError
+from offloadzero.update.specs import spec_of_type
 from offloadzero.update.specs.adam import ADAM
 
-OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+OptimizerSource = (
+    torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+    | None
+)
 SchedulerSource = Any  # a torch scheduler, or a callable that makes one from the optimizer
 
 
@@ -47,8 +54,9 @@ def initialize(
 
     Args:
         args: an object whose `deepspeed_config` names the JSON, when `config` is None.
-        optimizer: of a class in `update.specs.KNOWN_CLASSES`, or a callable that makes one from the parameters; None
-            takes the config's optimizer block. Without either the engine only evaluates.
+        optimizer: of a class in `update.specs.KNOWN_CLASSES`, or a Muon and an AdamW in a list, or a callable that
+            makes either from the parameters; None takes the config's optimizer block. Without any the engine only
+            evaluates.
         model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
         training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
         lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
@@ -142,8 +150,8 @@ def _make_engine(
         model, range(settings.world_size) if settings.mesh is None else settings.mesh.data_ranks
     )
     try:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            local.exchange(optimizer.param_groups)
+        for made in _made(optimizer):
+            local.exchange(made.param_groups)
         if model_parameters is not None:
             model_parameters = local.exchange(model_parameters)
         # The scheduler comes first: an error in it must not cost the model its weights.
@@ -175,12 +183,13 @@ def _settled(
     settings: OffloadConfig, optimizer: OptimizerSource, lr_scheduler: SchedulerSource
 ) -> OffloadConfig:
     if optimizer is None and settings.optimizer is None:
-        return with_unused_blocks(settings, scheduler="there is no optimizer")
-    settings = with_unused_blocks(
-        settle_for_initialize(settings),
-        optimizer=None if optimizer is None else "initialize() is given an optimizer",
-        scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
-    )
+        settings = with_unused_blocks(settings, scheduler="there is no optimizer")
+    else:
+        settings = with_unused_blocks(
+            settle_for_initialize(settings),
+            optimizer=None if optimizer is None else "initialize() is given an optimizer",
+            scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
+        )
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=4)
     return settings
@@ -195,16 +204,16 @@ def _make_optimizer(
     before_take_over: Callable[[OffloadedOptimizer], None],
 ) -> OffloadedOptimizer | None:
     trainable = [param for param in model.parameters() if param.requires_grad]
-    is_of_all = model_parameters is None and not isinstance(optimizer, torch.optim.Optimizer)
+    is_of_all = model_parameters is None and not _made(optimizer)
     if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer | Sequence):
             optimizer = optimizer(model_parameters if model_parameters is not None else trainable)
-        check_optimizer(optimizer, config)
+        origins = check_optimizers(optimizer, config)
         return OffloadedOptimizer(
             model,
-            optimizer.param_groups,
+            groups_of(origins),
             config,
-            origin=optimizer,
+            origins=origins,
             before_take_over=before_take_over,
             is_of_all_trainable=is_of_all,
         )
@@ -213,10 +222,18 @@ def _make_optimizer(
     defaults = config.optimizer.params
     given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
-    groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = spec_of_type(config.optimizer.type).config_groups(groups, defaults, names)
     return OffloadedOptimizer(
         model, groups, config, before_take_over=before_take_over, is_of_all_trainable=is_of_all
     )
+
+
+def _made(optimizer: OptimizerSource) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that a script has made."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return (optimizer,)
+    return optimizer if isinstance(optimizer, Sequence) else ()
 
 
 def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:

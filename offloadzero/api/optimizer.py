@@ -16,10 +16,17 @@ import torch
 from torch import nn
 
 from offloadzero.access.dtensors import expect_no_dtensors
+from offloadzero.api.optimizer_checks import (
+    HOOKS,
+    check_optimizers,
+    check_parameters,
+    expect_rates,
+    expect_whole_parameters,
+    groups_of,
+)
 from offloadzero.api.optimizer_loading import plan_optimizer_load
 from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
-from offloadzero.api.overridden_methods import overrides_text
-from offloadzero.config import UNRESOLVED, OffloadConfig, load_config, settle_for_offload
+from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import TierName
@@ -34,7 +41,7 @@ from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, Hyper
-from offloadzero.update.specs import known_classes_text, spec_of, spec_of_type
+from offloadzero.update.specs import spec_of, spec_of_type
 
 log = logging.getLogger("offloadzero")
 
@@ -44,13 +51,16 @@ ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
 
 
 def offload(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ConfigSource
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    config: ConfigSource,
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Move the states of `model` and `optimizer` to the tiers that `config` says.
 
     The model stays the same nn.Module and the loop stays `loss.backward(); optimizer.step();
     optimizer.zero_grad()`. Learning-rate schedulers work on the returned optimizer's param_groups, which are
-    those of `optimizer`. Gradients are torch's: they add up until they are dropped, however many backward passes that
+    those of `optimizer`: one, or a torch.optim.Muon and the AdamW of what is no matrix, in a list, for which one then
+    stands. Gradients are torch's: they add up until they are dropped, however many backward passes that
     takes, and `param.grad` can be read, clipped, edited and assigned. `update.in_backward: true` in the configuration
     gives that up for memory and time. Under a launcher of several ranks all of them call this: gradients are then the
     means over the ranks, as those of DistributedDataParallel, which must not be around the model.
@@ -69,19 +79,19 @@ def offload(
 
 
 def _offload(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: OffloadConfig
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    settings: OffloadConfig,
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=3)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
     expect_no_dtensors(model)
-    check_optimizer(optimizer, settings)
+    origins = check_optimizers(optimizer, settings)
     kept = with_kept_gradients(settings)
     could_update_in_backward = kept is not settings
-    offloaded = OffloadedOptimizer(
-        model, optimizer.param_groups, kept, origin=optimizer, keeps_gradients=True
-    )
+    offloaded = OffloadedOptimizer(model, groups_of(origins), kept, origins=origins, keeps_gradients=True)
     try:
         if could_update_in_backward:
             _log_kept_gradients(offloaded.runtime.plan.kept_grad_bytes)
@@ -118,60 +128,6 @@ def _log_kept_gradients(num_bytes: int) -> None:
     )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
-    """Refuse what the offloaded update would not compute exactly."""
-    spec = spec_of(optimizer)
-    overrides = overrides_text(optimizer)
-    if overrides:
-        raise ConfigError(
-            "optimizer",
-            type(optimizer).__name__,
-            f"allowed: {known_classes_text()}, as they are: {overrides}. What it does around a step "
-            "belongs in hooks of the optimizer that is returned: register_step_pre_hook() and "
-            "register_step_post_hook() after offload() or initialize()",
-        )
-    spec.expect_origin(optimizer, config.state_layout)
-    for index, group in enumerate(optimizer.param_groups):
-        spec.expect_options(group, f"optimizer.param_groups[{index}]")
-        for option, value in spec.default_options(optimizer).items():
-            group.setdefault(option, value)
-
-
-def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse an optimizer with a parameter that is not the model's: nothing would train it."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    held = {id(param): param for group in param_groups for param in group["params"]}
-    foreign = [param for key, param in held.items() if key not in names]
-    if not foreign:
-        left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if left_out:
-            log.info(
-                "%s and %d more parameters require gradients and are in no group of the optimizer: their gradients "
-                "stay on the device as torch leaves them. requires_grad_(False) would save that",
-                left_out[0],
-                len(left_out) - 1,
-            )
-        return
-    missing = next((name for key, name in names.items() if key not in held), None)
-    advice = "make it on the parameters of the very model that is given, model.parameters()"
-    if missing is not None:
-        advice = f"and it does not hold the model's {missing}: {advice}"
-    else:
-        advice = (
-            f"one has the shape {tuple(foreign[0].shape)}: {advice}. Others, of a loss say, belong into an optimizer "
-            "of their own; or make one module of both and offload that"
-        )
-    raise ConfigError(
-        "optimizer", f"{len(held)} parameters", f"{len(foreign)} of them are not the model's, {advice}"
-    )
-
-
-def _expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a group without a rate where the configuration leaves the rate at "auto"."""
-    if any(group["lr"] is None for group in param_groups):
-        raise ConfigError("optimizer.params.lr", "auto", f"{UNRESOLVED}; or pass an optimizer")
-
-
 def _refuse_step(
     successor: weakref.ref[OffloadedOptimizer], origin: torch.optim.Optimizer, *_: object
 ) -> None:
@@ -184,26 +140,16 @@ def _refuse_step(
     )
 
 
-# The attributes of torch's optimizers that hold hooks; torch runs those of the first two around `step()`.
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
 def _spec_and_defaults(
-    origin: torch.optim.Optimizer | None, config: OffloadConfig
+    origins: Sequence[torch.optim.Optimizer], config: OffloadConfig
 ) -> tuple[AnySpec, dict[str, Any]]:
     """Return the optimizer's spec and defaults. Schedulers that cycle a momentum look for its name in the defaults."""
-    if origin is not None:
-        return spec_of(origin), origin.defaults
+    if origins:
+        return spec_of(origins[0]), origins[0].defaults if len(origins) == 1 else {}
     if config.optimizer is None:
         raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
-    return spec_of_type(config.optimizer.type), dict(config.optimizer.params)
+    spec = spec_of_type(config.optimizer.type)
+    return spec, spec.config_defaults(config.optimizer.params)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -221,7 +167,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         param_groups: list[dict[str, Any]],
         config: OffloadConfig,
         *,
-        origin: torch.optim.Optimizer | None = None,
+        origins: Sequence[torch.optim.Optimizer] = (),
         before_take_over: Callable[[OffloadedOptimizer], None] | None = None,
         keeps_gradients: bool = False,
         is_of_all_trainable: bool = False,
@@ -229,7 +175,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take over the states of `model`.
 
         Args:
-            origin: the optimizer whose groups these are; without one they are the config's.
+            origins: the optimizer whose groups these are, or Muon and another; without one they are the config's.
             before_take_over: called first. It may fail: the model is then as it was.
             keeps_gradients: gradients stay until they are dropped, as in torch; else the step drops them, as in
                 DeepSpeed.
@@ -241,9 +187,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 or a parameter that is not the model's.
             BudgetError, AioError, StateError: as `offload()` says.
         """
-        self.spec, defaults = _spec_and_defaults(origin, config)
+        self.origin = origin = origins[0] if origins else None
+        self.spec, defaults = _spec_and_defaults(origins, config)
         self.spec.expect_layout(config.state_layout)
-        _expect_rates(param_groups)
+        expect_whole_parameters(self.spec, config)
+        expect_rates(param_groups)
         self._state_layout = config.state_layout
         self.spec.hypers(
             param_groups, "optimizer", state_layout=config.state_layout
@@ -252,8 +200,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
         self._members = GroupMembers(param_groups)
-        self.origin = origin
-        for name in _HOOKS if origin is not None else ():
+        self._group_specs = [self.spec.of_group(group) for group in param_groups]
+        self._origins = origins
+        for name in HOOKS if origin is not None else ():
             setattr(
                 self, name, getattr(origin, name)
             )  # the same dicts: handles that scripts hold remove from both
@@ -272,13 +221,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             is_of_all_trainable=is_of_all_trainable,
         )
         try:
-            if origin is not None:
-                origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
+            for each in origins:
+                each.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         except BaseException:  # nothing else holds the engine yet
             self.runtime.undo()
             raise
-        if origin is not None:
-            origin.state.clear()  # some make states before the first step: here the tiers hold them
+        for each in origins:
+            each.state.clear()  # some make states before the first step: here the tiers hold them
 
     @property  # type: ignore[override]
     def state(self) -> States:
@@ -303,7 +252,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _current_hypers(self) -> list[Hyper]:
         self._members.expect_unchanged(self.param_groups, self._name_of)
+        self._expect_same_specs(self.param_groups, "optimizer")
         return self.spec.hypers(self.param_groups, "optimizer", state_layout=self._state_layout)
+
+    def _expect_same_specs(self, groups: Sequence[Mapping[str, Any]], owner: str) -> None:
+        """Raise StateError where a group is another member's of the optimizer than when the model was offloaded."""
+        for index, (group, before) in enumerate(zip(groups, self._group_specs, strict=True)):
+            if self.spec.of_group(group) is not before:
+                raise StateError(
+                    f"{owner}.param_groups[{index}] was {before.name}'s when the model was offloaded, and is "
+                    f"{self.spec.of_group(group).name}'s now: its parameters have the states of {before.name}"
+                )
 
     def _name_of(self, param_id: int) -> str | None:
         place = self.runtime.slots.get(param_id)
@@ -350,9 +309,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._scaled is not None:
             self._scaled.end_step()
         self.has_stepped = True
-        if self.origin is not None:
+        for origin in self._origins:
             # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
-            self.origin._opt_called = True  # type: ignore[attr-defined]
+            origin._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those of a backward that did not finish; or make them zero.
@@ -453,8 +412,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state: dict[int, Any] = {}
         for number, record, slot in self._numbered():
             state[number] = read_states(weights, record, slot)
-            if self.spec.begins_without and not weights.homes.read_step(record, slot):
-                for kind in self.spec.states:
+            if record.spec.begins_without and not weights.homes.read_step(record, slot):
+                for kind in record.spec.states:
                     del state[number][kind]
         groups: list[dict[str, Any]] = []
         first = 0
@@ -478,7 +437,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
-            StateError: the engine is closed.
+            StateError: the engine is closed, or a group would be another optimizer's: `use_muon`.
         """
         state_dict = dict(
             state_dict
@@ -494,6 +453,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             state_layout=self._state_layout,
             fixed_options=self.spec.fixed_options(self.origin),
         )
+        options = zip(self.param_groups, load.options, strict=True)
+        self._expect_same_specs([{**group, **new} for group, new in options], "state_dict")
         load.apply(self.runtime.weights, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

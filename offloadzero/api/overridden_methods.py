@@ -63,7 +63,9 @@ def _is_replaced(known: type, name: str) -> bool:
     method = inspect.unwrap(
         inspect.getattr_static(known, name), stop=lambda one: not _module_of(one).startswith("torch.")
     )
-    return _module_of(method) not in {cls.__module__ for cls in known.__mro__}
+    # torch.optim.Muon says that it is of torch.optim, where its module only puts it.
+    homes = {_module_of(vars(cls).get("__init__")) for cls in known.__mro__}
+    return _module_of(method) not in {*homes, *(cls.__module__ for cls in known.__mro__)}
 
 
 def _differs(known: type, name: str, value: Any) -> bool:

@@ -27,7 +27,7 @@ from offloadzero.checkpoint.module_states import (
     write_buffer,
 )
 from offloadzero.checkpoint.states import States, expect_same_parameters
-from offloadzero.checkpoint.stored_states import write_states
+from offloadzero.checkpoint.stored_states import state_names, write_states
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.core.fail_points import through
 from offloadzero.core.interrupts import is_interrupt
@@ -88,7 +88,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     modules = settable(states.model)
     if with_states:
         _expect_optimizer(checkpoint, states)
-    missing, foreign = _differences(checkpoint, [slot for _, slot in slots], buffers, with_states=with_states)
+    missing, foreign = _differences(checkpoint, slots, buffers, with_states=with_states)
     missing += sorted(modules.keys() - checkpoint.meta.extra_states.keys())
     foreign += sorted(checkpoint.meta.extra_states.keys() - modules.keys())
     if strict and (missing or foreign):
@@ -100,7 +100,9 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
         log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
     taken = [(record, slot) for record, slot in slots if slot.name in checkpoint.weights]
     continued = frozenset(
-        slot.name for _, slot in taken if with_states and slot.trainable and slot.name in checkpoint.states
+        slot.name
+        for record, slot in taken
+        if with_states and slot.trainable and _has_states(checkpoint, record, slot)
     )
     for record, slot in taken:
         _check_tensor(slot.name, checkpoint.weights[slot.name], slot.shape, record.dtype)
@@ -126,7 +128,7 @@ def _extra_states(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
 
 def _differences(
     checkpoint: Checkpoint,
-    slots: Sequence[ParamSlot],
+    slots: Sequence[tuple[Record, ParamSlot]],
     buffers: Mapping[str, torch.Tensor],
     *,
     with_states: bool,
@@ -135,13 +137,19 @@ def _differences(
 
     A parameter that was trained may be frozen here: its moments are left alone.
     """
-    known = {slot.name for slot in slots}
-    trainable = {slot.name for slot in slots if slot.trainable}
+    known = {slot.name for _, slot in slots}
+    trainable = [(record, slot) for record, slot in slots if slot.trainable]
     missing = [*(known - set(checkpoint.weights)), *(set(buffers) - set(checkpoint.buffers))]
     foreign = [*(set(checkpoint.weights) - known), *(set(checkpoint.buffers) - set(buffers))]
     if with_states:
-        missing += [f"{name}.{checkpoint.spec.states[0]}" for name in trainable - set(checkpoint.states)]
+        lacking = [(r, slot) for r, slot in trainable if not _has_states(checkpoint, r, slot)]
+        missing += [f"{slot.name}.{record.spec.states[0]}" for record, slot in lacking]
     return sorted(missing), sorted(foreign)
+
+
+def _has_states(checkpoint: Checkpoint, record: Record, slot: ParamSlot) -> bool:
+    """Whether a parameter's states are stored, and are those of the member of the optimizer that it has here."""
+    return not state_names(record.spec).isdisjoint(checkpoint.states.get(slot.name, ()))
 
 
 def _check_tensor(name: str, stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -163,7 +171,7 @@ def _check_overlapping(name: str, buffer: torch.Tensor, checkpoint: Checkpoint) 
 
 def _expect_optimizer(checkpoint: Checkpoint, states: States) -> None:
     """Refuse the states of another optimizer."""
-    own = states.records[0].spec.name
+    own = states.optimizer
     if checkpoint.meta.steps and checkpoint.spec.name != own:
         raise CheckpointError(
             f"{checkpoint.path}: saved with {checkpoint.spec.name}, the engine has {own}: pass "

@@ -71,6 +71,7 @@ class States:
     model: nn.Module
     records: Sequence[Record]
     weights: WeightAccess
+    optimizer: str  # the name of its spec
 
 
 def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> None:

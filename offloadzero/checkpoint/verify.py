@@ -185,6 +185,8 @@ def _take_states(
 ) -> dict[str, StoredTensor]:
     """Move a parameter's optimizer states out of `tensors`."""
     shape = tensors[name].entry.shape if name in tensors else torch.Size(())
+    names = {member: state_names(member) for member in spec.members}
+    spec = next((m for m, of_m in names.items() if any(f"{name}.{state}" in tensors for state in of_m)), spec)
     present = {state for state in state_names(spec) if f"{name}.{state}" in tensors}
     specs = state_specs(spec, codes_among(present, spec), shape)
     missing = [stored for stored in (name, *(f"{name}.{s}" for s, _, _ in specs)) if stored not in tensors]
@@ -202,7 +204,7 @@ def _take_states(
 
 
 def _check_weights(tensors: Mapping[str, StoredTensor], spec: AnySpec, meta: Meta) -> None:
-    of_states = state_names(spec)
+    of_states = {state for member in spec.members for state in state_names(member)}
     for name, stored in tensors.items():
         if name in meta.steps and stored.entry.dtype != torch.float32:
             raise CheckpointError(f"{stored.file}: {name} has dtype {stored.entry.dtype} instead of float32")

@@ -4,14 +4,14 @@ Nothing here imports torch.
 """
 
 from offloadzero.config.load import (
-    PARTITION_KEY,
     create_nvme_directories,
-    expect_partitionable,
     load_config,
     settle_for_initialize,
     settle_for_offload,
+    settle_partition,
     with_unused_blocks,
 )
+from offloadzero.config.own_block import PARTITION_KEY
 from offloadzero.config.readers import UNRESOLVED
 from offloadzero.config.schema import (
     ActivationConfig,
@@ -49,10 +49,10 @@ __all__ = [
     "UnitConfig",
     "UpdateConfig",
     "create_nvme_directories",
-    "expect_partitionable",
     "load_config",
     "read_config_file",
     "settle_for_initialize",
     "settle_for_offload",
+    "settle_partition",
     "with_unused_blocks",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +16,7 @@ from offloadzero.config.readers import (
     read_mapping,
     read_str,
 )
-from offloadzero.errors import ConfigError, abbreviated
+from offloadzero.errors import ConfigError, abbreviated, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,14 +35,28 @@ class Block:
     Building one raises ConfigError for an unknown key, a refused value, or two spellings of one key that
     disagree; it appends one line per accepted key to `notices`. null counts as absent. So does "auto", with a notice,
     except for keys that have an "auto" of their own, or whose "auto" is resolved by their reader.
+
+    With `warnings`, to which each adds a line, unknown keys are passed over, but for those that may be a slip: keys of
+    another object, and those within two edits of a known one.
     """
 
-    def __init__(self, path: str, value: object, *, table: KeyTable, notices: list[str]) -> None:
+    def __init__(
+        self,
+        path: str,
+        value: object,
+        *,
+        table: KeyTable,
+        notices: list[str],
+        warnings: list[str] | None = None,
+    ) -> None:
         self._path = path
         self._values: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         for key, entry in read_mapping(path or "the configuration", value).items():
-            self._take(key, entry, table, notices)
+            if warnings is not None and _is_foreign(key, table):
+                warnings.append(_passed_over(key, table))
+            else:
+                self._take(key, entry, table, notices)
 
     def _take(self, key: str, value: Any, table: KeyTable, notices: list[str]) -> None:
         spec = table.get(key)
@@ -125,12 +138,43 @@ class Block:
         return Block(self.dotted(name), value, table=table, notices=notices)
 
 
-def _unknown_key(dotted: str, key: str, value: object, table: KeyTable) -> ConfigError:
+def _homes(key: str) -> list[str]:
+    """The objects that have the key."""
     tables = (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
-    homes = [path or "the top level" for path, known in tables if key in known]
+    return [path or "the top level" for path, known in tables if key in known]
+
+
+def _is_foreign(key: str, table: KeyTable) -> bool:
+    """Whether a key is that of another program, and no slip."""
+    return not _homes(key) and not any(_is_within_two_edits(key, known) for known in table)
+
+
+def _is_within_two_edits(one: str, other: str) -> bool:
+    """Whether two letters that are added, left out or changed make one text the other (Levenshtein's distance)."""
+    if abs(len(one) - len(other)) > 2:
+        return False
+    row = list(range(len(other) + 1))
+    for number, letter in enumerate(one, 1):
+        above, row = row, [number]
+        for column, known in enumerate(other, 1):
+            row.append(min(above[column] + 1, row[-1] + 1, above[column - 1] + (letter != known)))
+    return row[-1] <= 2
+
+
+def _passed_over(key: str, table: KeyTable) -> str:
+    near = nearest(key, table, cutoff=_SLIP)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return (
+        f"the key {abbreviated(key)} has no effect{hint}: neither DeepSpeed nor offloadzero has it, and DeepSpeed "
+        "passes over it in silence"
+    )
+
+
+def _unknown_key(dotted: str, key: str, value: object, table: KeyTable) -> ConfigError:
+    homes = _homes(key)
     if homes:
         # "params" in a placement is a slip of "param" rather than the optimizer's: a key that near is said as well.
-        near = difflib.get_close_matches(key, list(table), n=1, cutoff=_SLIP)
+        near = nearest(key, table, cutoff=_SLIP)
         return ConfigError(
             dotted, value, f"unknown key here; it belongs in {' or '.join(homes)}", known_keys=near
         )

@@ -29,11 +29,13 @@ from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
     KNOWN_OPTIMIZERS,
     MICRO_BATCH,
+    MUON_ADAM_LR,
     OPTIMIZERS,
     TORCH_ADAMW_DECAY,
     TRAIN_BATCH,
     AioConfig,
     BatchConfig,
+    LeafModuleConfig,
     LossScaleConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -78,6 +80,10 @@ class Reading:
     nvme_path_wanted: list[str] = field(default_factory=list)
     inputs_on_host: bool = False  # activation_checkpointing.cpu_checkpointing
 
+    def top(self, value: object) -> Block:
+        """The whole configuration, whose foreign keys DeepSpeed passes over."""
+        return Block("", value, table=DEEPSPEED_KEYS[""], notices=self.notices, warnings=self.warnings)
+
     def block(self, path: str, value: object) -> Block:
         return Block(path, value, table=DEEPSPEED_KEYS[path], notices=self.notices)
 
@@ -105,7 +111,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         zero_plus_plus=_read_zero_plus_plus(zero, world_size),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
-        units=_read_units(zero.block),
+        units=_read_units(zero.block, reading),
         partition_activations=checkpointing.read(
             "partition_activations", read_bool, OffloadConfig.partition_activations
         ),
@@ -235,6 +241,12 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
     device = block.read("device", read_enum, NOT_OFFLOADED, allowed=(NOT_OFFLOADED, *_OFFLOAD_TIERS))
     if device == NOT_OFFLOADED:
         return None
+    if stage < min_stage == 3:
+        reading.warnings.append(
+            f"{block.dotted('device')} = {device!r} has no effect at stage {stage}: as in DeepSpeed, parameters leave "
+            "the device at zero_optimization.stage 3 alone"
+        )
+        return None
     if stage < min_stage:
         stages = " or ".join(str(allowed) for allowed in range(min_stage, 4))
         raise ConfigError(
@@ -275,10 +287,12 @@ def _read_pin_memory(zero: _Zero) -> bool:
     return any(written) if written else OffloadConfig.pin_memory
 
 
-def _read_units(zero: Block) -> UnitConfig:
+def _read_units(zero: Block, reading: Reading) -> UnitConfig:
     default = UnitConfig().min_leaf_elements
+    leaves = reading.sub_block(zero, "leaf_module", "zero_optimization.leaf_module")
     return UnitConfig(
-        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0)
+        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0),
+        leaf_modules=leaves.read_fields(LeafModuleConfig()),
     )
 
 
@@ -352,7 +366,12 @@ def _read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
     arguments = {key: params.read(key, _READERS[key], default) for key, default in OPTIMIZERS[name].items()}
     _expect_arguments(name, params)
     # DeepSpeed makes torch.optim's class then, whose AdamW decays where nothing is said; its own do not.
-    if arguments.pop("torch_adam", False) and arguments["adam_w_mode"] and "weight_decay" not in params:
+    torch_adamw = arguments.pop("torch_adam", False) and arguments["adam_w_mode"]
+    if name == "Muon":  # whose own default it keeps
+        lr = arguments["lr"]
+        defaults = {"muon_lr": lr, "adam_lr": lr if "lr" in params else MUON_ADAM_LR}
+        arguments.update({key: rate for key, rate in defaults.items() if arguments[key] is None})
+    elif torch_adamw and "weight_decay" not in params:
         arguments["weight_decay"] = TORCH_ADAMW_DECAY
     if name == "AdamW" and not arguments["adam_w_mode"]:
         raise ConfigError(params.dotted("adam_w_mode"), False, 'contradicts the type "AdamW": write "Adam"')
@@ -407,6 +426,8 @@ def _read_magnitude(key: str, value: object) -> float:
 _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
     {
         "lr": _read_lr,
+        "muon_lr": _read_magnitude,
+        "adam_lr": _read_magnitude,
         "betas": _read_betas,
         "eps": _read_magnitude,
         "weight_decay": _read_magnitude,

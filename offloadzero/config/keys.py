@@ -15,12 +15,14 @@ from types import MappingProxyType
 from offloadzero.config.readers import own_keys, shown
 from offloadzero.config.schema import (
     DEFAULT_GRADIENT_CLIPPING,
+    MUON_ADAM_LR,
     OPTIMIZERS,
     TORCH_ADAMW_DECAY,
     ActivationConfig,
     AioConfig,
     BatchConfig,
     BudgetConfig,
+    LeafModuleConfig,
     LossScaleConfig,
     ObserveConfig,
     OffloadConfig,
@@ -132,6 +134,7 @@ _TOP: dict[str, KeySpec] = {
         f"{shown(BatchConfig.managed)} when absent; false: every engine.step() updates, with all gradients since the "
         "last"
     ),
+    "max_grad_norm": _refuse("write gradient_clipping instead", Kind.ANY),
     "gradient_clipping": _use(
         "largest global gradient norm, 0 is off; absent: offload() does not clip, initialize() clips at "
         f"{DEFAULT_GRADIENT_CLIPPING}",
@@ -204,16 +207,20 @@ _TOP: dict[str, KeySpec] = {
 }
 
 _OPTIMIZER: dict[str, KeySpec] = {
-    "type": _use("Adam, AdamW, Lion, Adagrad or SGD, in any case", auto_is_absent=False),
+    "type": _use("Adam, AdamW, Lion, Adagrad, SGD or Muon, in any case", auto_is_absent=False),
     "params": _use("the optimizer's arguments"),
     "legacy_fusion": _accept("there is one fused update", _BOOL, False),
 }
 
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     "lr": _use(f"learning rate, at least 0; {_default_of('lr')} when absent", auto_is_absent=False),
-    "betas": _use(f"Adam, Lion: two numbers in [0, 1); {_default_of('betas')} when absent"),
+    "muon_lr": _use("Muon: its rate of matrices; that of lr when absent"),
+    "adam_lr": _use(
+        f"Muon: the rate of what it leaves to AdamW; that of lr when absent, {MUON_ADAM_LR} where lr is absent too"
+    ),
+    "betas": _use(f"Adam, Lion, Muon: two numbers in [0, 1); {_default_of('betas')} when absent"),
     "eps": _use(
-        "Adam, Adagrad: at least 0 (above it for Adam's L2 decay in compact states); "
+        "Adam, Adagrad, Muon: at least 0 (above it for Adam's L2 decay in compact states); "
         f"{_default_of('eps')} when absent"
     ),
     "weight_decay": _use(f"at least 0; {_default_of('weight_decay')} when absent"),
@@ -224,7 +231,7 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
         f"Adagrad: its sums before the first step; {_default_of('initial_accumulator_value')} when absent"
     ),
     "momentum": _use(
-        f"SGD: the share of its buffer that a step keeps; {_default_of('momentum')} when absent"
+        f"SGD, Muon: the share of its buffer that a step keeps; {_default_of('momentum')} when absent"
     ),
     "dampening": _use(
         f"SGD: a gradient's share in its buffer is 1 - dampening; {_default_of('dampening')} when absent"
@@ -235,9 +242,15 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     ),
     "bias_correction": _use(f"Adam: {_default_of('bias_correction')} when absent"),
     "torch_adam": _use(
-        "Adam: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode) that is "
-        f"not given is torch's {TORCH_ADAMW_DECAY}"
+        "Adam, Muon: the update is this package's own either way; with true, weight_decay of AdamW (adam_w_mode), "
+        f"if that is the type and it is not given, is torch's {TORCH_ADAMW_DECAY}"
     ),
+    "ns_method": _accept(
+        "Muon's iteration is torch.optim.Muon's, in bf16; in exact arithmetic gram is the same",
+        _TEXT,
+        "standard",
+    ),
+    "per_head_muon": _refuse("Muon of each attention head by itself is not built"),
     "foreach": _accept("there is one fused update", _BOOL, False),
     "fp32_optimizer_states": _refuse(
         "offloadzero.state_layout = compact gives smaller optimizer states: allowed true", Kind.BOOL, True
@@ -275,7 +288,7 @@ _BF16: dict[str, KeySpec] = {
 
 _ZERO: dict[str, KeySpec] = {
     "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed, and what ranks divide"),
-    "offload_param": _use("home of the parameters; needs stage 3"),
+    "offload_param": _use("home of the parameters at stage 3; below it a warning says that it has no effect"),
     "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
     "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),
     "cpu_offload_param": _map('old name of offload_param {"device": "cpu"}'),
@@ -305,7 +318,9 @@ _ZERO: dict[str, KeySpec] = {
     "stage3_model_persistence_threshold": _alias("model_persistence_threshold"),
     "module_granularity_threshold": _accept("units are cut by offloadzero.units", _NUMBER, 0),
     "stage3_module_granularity_threshold": _alias("module_granularity_threshold"),
-    "leaf_module": _accept("units are cut by offloadzero.units"),
+    "leaf_module": _use(
+        "modules that are one unit each, if not part of one, whatever their forward uses of them: experts"
+    ),
     "use_all_reduce_for_fetch_params": _accept(_COLLECTIVES, _BOOL, False),
     "stage3_use_all_reduce_for_fetch_params": _alias("use_all_reduce_for_fetch_params"),
     "allgather_sequential": _accept(_COLLECTIVES, _BOOL, False),
@@ -339,7 +354,11 @@ _ZERO: dict[str, KeySpec] = {
         _BOOL,
         False,
     ),
-    "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
+    "save_muon_momentum_buffer_in_memory": _accept(
+        "Muon's momentum lives where the optimizer's states do (offloadzero.placement.momentum_buffer)",
+        _BOOL,
+        False,
+    ),
     **_declared(ZeroPlusPlusConfig),
     "zeropp_loco_param": _refuse("feedback of the errors of quantized gradients is not built", Kind.ANY),
     "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),
@@ -373,7 +392,11 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
     "pipeline_read": _accept(_PIPELINE, _BOOL),
     "pipeline_write": _accept(_PIPELINE, _BOOL),
     "fast_init": _accept("the state is written once, at its home", _BOOL),
-    "super_offload": _accept("the update overlaps backward or the next forward, and is exact", _BOOL, False),
+    "super_offload": _accept(
+        "the update overlaps backward or the next forward, and is exact; its share on the device follows from ratio",
+        _BOOL,
+        False,
+    ),
     "cpuadam_cores_perc": _accept("the update's threads are offloadzero.update.num_threads", _NUMBER),
     "convert_grad_on_cpu": _accept("gradients are converted inside the fused update", _BOOL),
 }
@@ -405,12 +428,13 @@ _AIO: dict[str, KeySpec] = {
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
     "partition_activations": _use(
         "under initialize(mpu=...) with more than one rank along tp: each of these keeps its part of the inputs of "
-        "checkpointed units (offloadzero.activation_checkpoints, on any tier); "
-        f"{shown(OffloadConfig.partition_activations)} when absent"
+        "checkpointed units (offloadzero.activation_checkpoints, on any tier); elsewhere a warning says that it has no "
+        f"effect; {shown(OffloadConfig.partition_activations)} when absent"
     ),
     "cpu_checkpointing": _map(
-        'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
-        '{"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are not read here'
+        "offloadzero.activation_checkpoints.tier, where that is absent: true is host. Without "
+        '"offloadzero": {"activation_checkpoints": {}} a warning says that it has no effect: calls of '
+        "deepspeed.checkpointing.checkpoint are not read here"
     ),
     "contiguous_memory_optimization": _accept(
         "activations on the device belong to torch's allocator", _BOOL, False
@@ -466,6 +490,7 @@ DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "data_types": _DATA_TYPES,
         "tensor_parallel": _TENSOR_PARALLEL,
         "zero_optimization": _ZERO,
+        "zero_optimization.leaf_module": _declared(LeafModuleConfig),
         "zero_optimization.offload_param": _OFFLOAD_PARAM,
         "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
         "aio": _AIO,
@@ -481,7 +506,7 @@ _SEGMENTS: dict[str, KeySpec] = {
     "exp_avg": _use("home of the first moment (Adam, Lion)"),
     "exp_avg_sq": _use("home of the second moment (Adam)"),
     "sum": _use("home of the sum of squared gradients (Adagrad)"),
-    "momentum_buffer": _use("home of the momentum (SGD)"),
+    "momentum_buffer": _use("home of the momentum (SGD, Muon)"),
     "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }

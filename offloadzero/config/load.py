@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadzero.config.deepspeed import Reading, read_deepspeed
-from offloadzero.config.own_block import read_own_block
+from offloadzero.config.own_block import PARTITION_KEY, read_own_block
 from offloadzero.config.readers import MAX_COUNT, UNRESOLVED, NvmePath, read_int
 from offloadzero.config.schema import DEFAULT_GRADIENT_CLIPPING, OffloadConfig
 from offloadzero.config.source import plain_values, read_source
@@ -22,8 +22,6 @@ from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError, abbreviated
 
 log = logging.getLogger("offloadzero.nvme")
-
-PARTITION_KEY = "activation_checkpointing.partition_activations"
 
 
 def load_config(
@@ -44,7 +42,7 @@ def load_config(
         return source
     read_int("world_size", world_size, minimum=1, maximum=MAX_COUNT)
     reading = Reading()
-    top = reading.block("", plain_values(read_source(source)))
+    top = reading.top(plain_values(read_source(source)))
     config = read_deepspeed(top, world_size=world_size, reading=reading)
     config = read_own_block(top, config, reading=reading)
     config = replace(
@@ -54,9 +52,6 @@ def load_config(
         warnings=tuple(reading.warnings),
     )
     _check_nvme_paths(config, reading)
-    if config.partition_activations and config.activation_checkpoints is None:
-        allowed = 'needs "offloadzero": {"activation_checkpoints": {}}: of these the inputs are divided'
-        raise ConfigError(PARTITION_KEY, True, allowed)
     return config
 
 
@@ -137,20 +132,23 @@ def _check_usable(entry: NvmePath, directory: Path) -> None:
 # --- settings that are left open ---
 
 
-def expect_partitionable(config: OffloadConfig) -> None:
-    """Raise ConfigError where inputs of checkpointed units are to be divided, and no ranks have the same ones."""
+def settle_partition(config: OffloadConfig) -> OffloadConfig:
+    """Leave inputs of checkpointed units whole, and warn of it, where no ranks have the same ones.
+
+    Raises ConfigError where `mpu` does not say how many have.
+    """
     mesh = config.mesh
     if not config.partition_activations or (mesh is not None and (mesh.tensor_size or 0) > 1):
-        return
+        return config
     if mesh is not None and mesh.tensor_size is None:
         raise ConfigError(
             PARTITION_KEY, True, "needs get_tensor_model_parallel_world_size() of initialize(mpu=...)"
         )
-    allowed = (
-        "false: there is nothing to partition. It divides what offloadzero.activation_checkpoints keeps among the "
+    warning = (
+        f"{PARTITION_KEY} = true has no effect: it divides what offloadzero.activation_checkpoints keeps among the "
         f"ranks along the axis tp of initialize(mpu=...), and here is {'one' if mesh is not None else 'none'}"
     )
-    raise ConfigError(PARTITION_KEY, True, allowed)
+    return replace(config, partition_activations=False, warnings=(*config.warnings, warning))
 
 
 def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:

@@ -25,6 +25,8 @@ from offloadzero.errors import ConfigError
 RECORD_SEGMENTS = (SegmentKind.PARAM, SegmentKind.STATES)
 _SEGMENTS = tuple(SegmentKind(name) for name in OWN_KEYS["offloadzero.placement"])
 
+PARTITION_KEY = "activation_checkpointing.partition_activations"
+_ON_HOST_KEY = "activation_checkpointing.cpu_checkpointing"
 _ROOT = "offloadzero"
 
 
@@ -35,12 +37,14 @@ def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> Offl
     if config.state_layout == "compact" and config.precision.param_dtype == "fp16":
         raise ConfigError(own.dotted("state_layout"), "compact", "needs bf16 parameters, fp16 is enabled")
     reading.nvme_paths.extend(own.read("nvme_path", read_nvme_paths, ()))
+    activations = _read_activations(own, reading, divides=base.partition_activations)
     return replace(
         config,
         placement=_read_placement(own, base.placement, reading),
         budgets=_part(own, "budgets", reading).read_fields(base.budgets),
         units=_part(own, "units", reading).read_fields(base.units),
-        activation_checkpoints=_read_activations(own, reading),
+        activation_checkpoints=activations,
+        partition_activations=base.partition_activations and activations is not None,
         update=_read_update(_part(own, "update", reading), base.update, state_layout=config.state_layout),
         aio=_part(own, "aio", reading).read_fields(base.aio),
         observe=_read_observe(_part(own, "observe", reading), base.observe),
@@ -97,16 +101,17 @@ def _read_rule(block: Block) -> PlacementRule:
     return block.read_fields(PlacementRule(tiers=MappingProxyType(tiers)))
 
 
-def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
-    """Read the block. Its presence, even empty, switches checkpointing on."""
-    on_host = "activation_checkpointing.cpu_checkpointing"
+def _read_activations(own: Block, reading: Reading, *, divides: bool) -> ActivationConfig | None:
+    """Read the block. Its presence, even empty, switches checkpointing on; without it DeepSpeed's keys do nothing."""
     if "activation_checkpoints" not in own:
-        if reading.inputs_on_host:
-            allowed = (
-                'needs "offloadzero": {"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are '
-                "not read here"
-            )
-            raise ConfigError(on_host, True, allowed)
+        asked = {PARTITION_KEY: divides, _ON_HOST_KEY: reading.inputs_on_host}
+        reading.warnings.extend(
+            f"{key} = true has no effect: it is for inputs of blocks that a configuration checkpoints, which "
+            '"offloadzero": {"activation_checkpoints": {}} would switch on. In DeepSpeed it is for calls of its '
+            "checkpointing.checkpoint() alone, and a model's own checkpoints keep their inputs as they do here"
+            for key, is_asked in asked.items()
+            if is_asked
+        )
         return None
     block = _part(own, "activation_checkpoints", reading)
     base = ActivationConfig(tier=TierName.HOST) if reading.inputs_on_host else ActivationConfig()
@@ -115,7 +120,7 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
         raise ConfigError(
             block.dotted("tier"),
             inputs.tier.value,
-            f"host or nvme, or no {on_host}: they contradict each other",
+            f"host or nvme, or no {_ON_HOST_KEY}: they contradict each other",
         )
     if inputs.input_bytes is not None and inputs.tier.is_device:
         raise ConfigError(

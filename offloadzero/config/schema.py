@@ -46,6 +46,7 @@ from offloadzero.errors import ConfigError
 # --- the optimizers that a configuration can name ---
 
 TORCH_ADAMW_DECAY = 0.01  # torch.optim.AdamW's default
+MUON_ADAM_LR = 3e-4  # DeepSpeed's, of what Muon leaves to AdamW where no rate is given
 
 _ADAM: Mapping[str, Any] = MappingProxyType(
     {
@@ -72,13 +73,23 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "initial_accumulator_value": 0.0,
         },
         "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+        "Muon": {
+            "lr": 0.02,
+            "muon_lr": None,
+            "adam_lr": None,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+            "adam_w_mode": True,
+            "torch_adam": False,
+        },
     }
 )
 # Arguments of DeepSpeed's own and of torch.optim (2.13) that a script may carry over.
 KNOWN_OPTIMIZERS = (
     *(
         "Lamb",
-        "Muon",
         "OneBitAdam",
         "ZeroOneAdam",
         "OneBitLamb",
@@ -256,6 +267,17 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
+class LeafModuleConfig:
+    """Modules that are one unit each, if not part of one, whatever their forward uses of them."""
+
+    classes: tuple[str, ...] = own_key(
+        (), "names of classes, with or without that of their file's module", read_str_list
+    )
+    names: tuple[str, ...] = own_key((), "names of modules, as named_modules() has them", read_str_list)
+    name_suffixes: tuple[str, ...] = own_key((), "ends of such names", read_str_list)
+
+
+@dataclass(frozen=True)
 class UnitConfig:
     """The cut into units: `patterns` are globs of module names, empty = the default cut."""
 
@@ -270,6 +292,7 @@ class UnitConfig:
     prefetch_units: int = own_key(
         2, "units leased ahead without a device budget or max_live_parameters; {default}", read_int, minimum=1
     )
+    leaf_modules: LeafModuleConfig = LeafModuleConfig()  # zero_optimization.leaf_module
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,14 @@ def cut_model(
     *,
     group_of: Mapping[int, int],
     spec: AnySpec,
+    group_specs: Sequence[AnySpec],
     group: Group,
 ) -> UnitCut:
     """Cut the model into units whose states can be kept and saved, the same ones on all ranks.
 
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
+        group_specs: the specs of these groups, each `spec` or one that this leaves them to.
 
     Raises:
         ConfigError: those of `cut_units`; a dtype that no checkpoint can hold; other units than the other ranks have.
@@ -98,6 +100,7 @@ def cut_model(
         group_of=group_of,
         param_dtype=DTYPES[config.precision.param_dtype],
         spec=spec,
+        group_specs=group_specs,
         compact=config.state_layout == "compact",
         shard=group.spec if divides_states(config.zero_stage) else WHOLE,
         gathers_params=divides_params(config.zero_stage),

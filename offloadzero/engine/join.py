@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offloadzero.checkpoint.module_states import write_buffer
-from offloadzero.config import OffloadConfig, expect_partitionable
+from offloadzero.config import OffloadConfig, settle_partition
 from offloadzero.config.schema import MeshConfig, ObserveConfig
 from offloadzero.core import launch
 from offloadzero.core.segments import SegmentKind, TierName
@@ -105,13 +105,12 @@ def config_of_rank(
     """Return the configuration of one rank: each computes on its own GPU, and only the first one reports on the run.
 
     `world_size` is the number of ranks that train the same part of the model. Raises ConfigError where the
-    configuration is for another number, or divides inputs where no ranks have the same ones.
+    configuration is for another number, or divides inputs and `mesh` does not say which ranks have the same ones.
     """
     if config.world_size != world_size:
         allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
         raise ConfigError("config.world_size", config.world_size, allowed)
-    config = replace(config, mesh=mesh)
-    expect_partitionable(config)
+    config = settle_partition(replace(config, mesh=mesh))
     if not config.is_of_several:
         return config
     config = replace(config, device=device_of_rank(config.device, launch.launched_local_rank()))
@@ -208,7 +207,7 @@ def expect_built(config: OffloadConfig) -> None:
         (tier_name, *_) = sorted(tier.value for tier in tiers - {TierName.DEVICE})
         allowed = f"{several} device, or zero_optimization.stage 3: stages 1 and 2 keep all parameters on each device"
         raise ConfigError("offloadzero.placement.param", tier_name, allowed)
-    if config.placement.host_update_ratio < 1.0:
+    if config.mesh is not None and config.placement.host_update_ratio < 1.0:
         ratio = config.placement.host_update_ratio
         raise ConfigError("zero_optimization.offload_optimizer.ratio", ratio, f"{several}: 1.0")
 

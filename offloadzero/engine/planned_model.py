@@ -17,9 +17,9 @@ from torch import nn
 
 from offloadzero.config import (
     OffloadConfig,
-    expect_partitionable,
     settle_for_initialize,
     settle_for_offload,
+    settle_partition,
 )
 from offloadzero.core.segments import TierName
 from offloadzero.engine.join import expect_built
@@ -117,8 +117,7 @@ class ModelPlanner:
         hardware: Hardware | None = None,
     ) -> PlannedModel:
         """Do what `plan_model` does, and raise its errors."""
-        config = settle(config, loop)
-        expect_partitionable(config)
+        config = settle_partition(settle(config, loop))
         if config.world_size > 1:
             expect_built(config)
         spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
@@ -161,8 +160,17 @@ class ModelPlanner:
         grad_dtype = keeps_gradients(config) and config.precision.grad_accum_dtype
         key = (config.units, spec.name, grad_dtype, *settings.values())
         if key not in self._cuts:
-            group_of = {id(param): 0 for param in self._model.parameters() if param.requires_grad}
-            self._cuts[key] = cut_units(self._model, config.units, group_of=group_of, spec=spec, **settings)
+            names = {id(param): name for name, param in self._model.named_parameters()}
+            trained = [param for param in self._model.parameters() if param.requires_grad]
+            groups = spec.config_groups([{"params": trained}], {}, names)
+            self._cuts[key] = cut_units(
+                self._model,
+                config.units,
+                group_of={id(p): index for index, group in enumerate(groups) for p in group["params"]},
+                spec=spec,
+                group_specs=[spec.of_group(group) for group in groups],
+                **settings,
+            )
         return self._cuts[key]
 
 

@@ -47,6 +47,7 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.step.job import Hypers
+from offloadzero.streaming.building.leaf_modules import idle_leaf_modules
 from offloadzero.streaming.building.original_form import OriginalForm, write_states
 from offloadzero.streaming.building.units import UnitCut, checkpointed_modules
 from offloadzero.streaming.hooks import ModelHooks
@@ -104,7 +105,10 @@ class Runtime:
         self.group: Group = _join_ranks(self.accelerator, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
-        cut = cut_model(model, config, group_of=group_of, spec=spec, group=self.group)
+        group_specs = [spec.of_group(group) for group in param_groups]
+        cut = cut_model(
+            model, config, group_of=group_of, spec=spec, group_specs=group_specs, group=self.group
+        )
         self._cut, self.records = cut, cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         loop = ScriptLoop(
@@ -198,7 +202,8 @@ class Runtime:
         for notice in self.config.notices:
             log.info("%s", notice)
         if self.group.is_first:
-            for line in idle_rules(self.records, self.config):
+            leaves = idle_leaf_modules(self.model, self.config.units.leaf_modules)
+            for line in (*idle_rules(self.records, self.config), *leaves):
                 log.warning("%s", line)
         self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()

@@ -1,29 +1,36 @@
-"""The Trainer of transformers, and those of TRL that are made from it, over several ranks."""
+"""The Trainer of transformers, and those of TRL that are made from it: over several ranks, and its checkpoints."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME
 
-from offloadzero.api.optimizer import ACCELERATE_MARK
+from offloadzero.api.checkpoints import EngineCheckpoints
+from offloadzero.api.optimizer import ACCELERATE_MARK, OffloadedOptimizer
 from offloadzero.errors import ConfigError
+
+_STATES = "offloadzero"  # the folder of the states in a checkpoint of the Trainer
 
 
 class CollectiveSaving:
-    """Put before a Trainer's class, for several ranks: `class Offloaded(CollectiveSaving, Trainer): ...`.
+    """Put before a Trainer's class: `class Offloaded(CollectiveSaving, Trainer): ...`.
 
     The Trainer has rank 0 save alone. Where ranks have parts of weights and states all of them read, and rank 0 writes.
-    Raises ConfigError where mixed precision is asked for that the configuration has not.
+    Its checkpoints have the optimizer's states as this package's, which are written and read one after the other; the
+    Trainer by itself reads them all at once. Raises ConfigError where mixed precision is asked for that the
+    configuration has not, and for `save_on_each_node`.
     """
-
-    _state: dict[str, Any] | None = None  # of the model, while it is saved
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         model, given = self.model, self.args  # type: ignore[attr-defined]
+        if given.save_on_each_node:
+            allowed = "False: rank 0 writes what all ranks read"
+            raise ConfigError("TrainingArguments.save_on_each_node", True, allowed)
         if (given.bf16 or given.fp16) and getattr(model, ACCELERATE_MARK, False):
             wanted = torch.bfloat16 if given.bf16 else torch.float16
             if all(param.dtype != wanted for param in model.parameters()):
@@ -31,24 +38,43 @@ class CollectiveSaving:
                 allowed = f'"{name}": {{"enabled": true}} in the configuration: there is no autocast over several ranks'
                 raise ConfigError(f"TrainingArguments.{name}", True, allowed)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Read on all ranks, and write as the Trainer does."""
-        model = self.model  # type: ignore[attr-defined]
-        if hasattr(model, "peft_config"):
-            named = model.named_parameters()
-            self._state = {name: param.detach().clone() for name, param in named if param.requires_grad}
-        else:
-            self._state = model.state_dict()
-        try:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        finally:
-            self._state = None
+    def _offloaded(self) -> OffloadedOptimizer | None:
+        """The optimizer that `offload()` has returned, which accelerate wraps."""
+        given = self.optimizer  # type: ignore[attr-defined]
+        optimizer = getattr(given, "optimizer", given)
+        return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, self._state if state_dict is None else state_dict)  # type: ignore[misc]
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Read on all ranks, and write on the first as the Trainer does."""
+        save = partial(super().save_model, output_dir, _internal_call)  # type: ignore[misc]
+        optimizer = self._offloaded()
+        if optimizer is None:
+            save()
+        else:
+            optimizer.runtime.read_by_first(save)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        states = self.optimizer.state_dict()  # type: ignore[attr-defined]
+        optimizer = self._offloaded()
+        if optimizer is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        EngineCheckpoints(optimizer.runtime, optimizer).save(
+            output_dir, _STATES, None, save_latest=False, exclude_frozen=True, lr_scheduler=None
+        )
         if self.args.should_save:  # type: ignore[attr-defined]
-            torch.save(states, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        optimizer = self._offloaded()
+        if checkpoint is None or optimizer is None or not (Path(checkpoint) / _STATES).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        checkpoints = EngineCheckpoints(optimizer.runtime, optimizer)
+        found = checkpoints.find(
+            checkpoint, _STATES, strict=False, with_counters=True, with_states=True, with_schedule=False,
+            lr_scheduler=None,
+        )  # fmt: skip
+        if found is not None:
+            checkpoints.load(found, lr_scheduler=None)
+        schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]

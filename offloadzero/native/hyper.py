@@ -205,3 +205,36 @@ class SgdHyper(_Hyper):
         if self.nesterov:
             return self.momentum, 1.0, self.momentum, 1.0
         return self.momentum, 1.0 if step == 1 else 1.0 - self.dampening, 1.0, 0.0
+
+
+MAX_NS_STEPS = 99  # torch's
+LR_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+@dataclass(frozen=True)
+class MuonHyper(_Hyper):
+    """Hyperparameters of one Muon step as torch.optim.Muon does it (Jordan et al. 2024); no kernel takes them."""
+
+    momentum: float
+    weight_decay: float
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+
+    def __post_init__(self) -> None:
+        self._expect_at_least_0("lr", "momentum", "weight_decay", "eps")
+        if len(self.ns_coefficients) != 3:
+            raise ConfigError("ns_coefficients", self.ns_coefficients, "three numbers")
+        if not 0 <= self.ns_steps <= MAX_NS_STEPS:
+            raise ConfigError("ns_steps", self.ns_steps, f"0 to {MAX_NS_STEPS}")
+        if self.adjust_lr_fn not in LR_ADJUSTMENTS:
+            allowed = ", ".join(map(str, LR_ADJUSTMENTS))
+            raise ConfigError("adjust_lr_fn", self.adjust_lr_fn, allowed)
+
+    def adjusted_lr(self, num_rows: int, num_columns: int) -> float:
+        """The rate of a matrix's orthogonal update: "original" is Jordan's, the other Moonshot's (arXiv 2502.16982)."""
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return self.lr * (0.2 * math.sqrt(max(num_rows, num_columns)))
+        return self.lr * math.sqrt(max(1, num_rows / num_columns))

@@ -9,8 +9,10 @@ from offloadzero.config import OffloadConfig
 from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.planning.placement_rules import Placement
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
+from offloadzero.update.staging import device_bytes
 
 
 def largest_of(sizes: Iterable[int]) -> int:
@@ -57,8 +59,23 @@ def unit_lease_bytes(
 
 def update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     """The scratch of the updates on the device, which run one after another."""
-    on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return largest_of(r.spec.scratch_bytes(form, r.kept_trainable, compact=r.compact) for r in on_device)
+    sizes = []
+    for record in records:
+        if not record.num_trainable:
+            continue
+        is_there = _updates_on_device(record, placement)
+        if record.spec.takes_whole:
+            # Ranks have different parameters of a record, and plan the same.
+            sizes += [_whole_step_bytes(record, slot, is_there=is_there) for slot in record.trainable_slots]
+        elif is_there:
+            sizes.append(record.spec.scratch_bytes(form, record.kept_trainable, compact=record.compact))
+    return largest_of(sizes)
+
+
+def _whole_step_bytes(record: Record, slot: ParamSlot, *, is_there: bool) -> int:
+    """The scratch of a step of one whole parameter, and its place on the device where it does not live there."""
+    step = record.spec.step_scratch_bytes(slot.shape)
+    return step if is_there else step + device_bytes(record, record.padded(slot.num_elements))
 
 
 def norms_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
@@ -88,7 +105,7 @@ def update_slot_bytes(records: Sequence[Record], config: OffloadConfig, placemen
             staged[SegmentKind.GRAD] = record.grad_dtype
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
-            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.kept_trainable))
+            part = record.chunk_slice(kind, 0, record.most_chunk_elements(config.update.chunk_elements))
             needed += staggered((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest

@@ -5,7 +5,7 @@ What they leave open, `"placement": "auto"`, is chosen in placement.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from offloadzero.config import OffloadConfig, PlacementRule
@@ -25,6 +25,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
     """
     if config.placement.auto:
         raise AssertionError('"auto" has no rules: choose_placement finds the homes')
+    _expect_states(records, config.placement.rules)
     placement: dict[tuple[int, SegmentKind], TierName] = {}
     for record in records:
         homes = dict.fromkeys(record.layout, TierName.DEVICE)
@@ -69,19 +70,23 @@ def _is_for(rule: PlacementRule, record: Record) -> bool:
 
 
 def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:
-    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names.
-
-    Raises ConfigError for a state that the record's optimizer does not have.
-    """
-    spec = record.spec
-    known = {*spec.kinds, SegmentKind.STATES}
-    for kind, tier in rule.tiers.items():
-        if kind not in known and record.num_trainable:
-            allowed = f"states of {spec.name}: {', '.join(spec.states)}"
-            raise ConfigError(f"offloadzero.placement.{kind}", tier.value, allowed)
+    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names."""
     states = rule.tiers.get(SegmentKind.STATES)
-    homes = {} if states is None else dict.fromkeys((SegmentKind.MASTER, *spec.states), states)
+    homes = {} if states is None else dict.fromkeys((SegmentKind.MASTER, *record.spec.states), states)
     return {**homes, **rule.tiers}
+
+
+def _expect_states(records: Sequence[Record], rules: Iterable[PlacementRule]) -> None:
+    """Raise ConfigError for a state that the optimizer of no record has which the rule is for."""
+    for rule in rules:
+        specs = {r.spec.name: r.spec for r in records if r.num_trainable and _is_for(rule, r)}
+        known = {SegmentKind.STATES, *(kind for spec in specs.values() for kind in spec.kinds)}
+        for kind, tier in rule.tiers.items():
+            if specs and kind not in known:
+                allowed = "; ".join(
+                    f"states of {spec.name}: {', '.join(spec.states)}" for spec in specs.values()
+                )
+                raise ConfigError(f"offloadzero.placement.{kind}", tier.value, allowed)
 
 
 def _move_share_to_device(

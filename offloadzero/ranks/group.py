@@ -111,7 +111,9 @@ class Collectives:
             raise StateError(
                 f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
                 f"rank {self.members[0]}, and this is rank {self.rank}. All ranks must run the same forwards, "
-                "evaluations too, and read the same weights"
+                "evaluations too, and read the same weights. Where the data choose which modules run, experts say, "
+                "make these one unit on all ranks: zero.set_z3_leaf_modules(model, [class of the module that holds "
+                "them]), zero_optimization.leaf_module or offloadzero.units.patterns"
             )
         self.expect_same_writes(writes_by_rank, label)
 

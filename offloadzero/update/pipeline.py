@@ -25,11 +25,11 @@ from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket, unfinished
-from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
+from offloadzero.observe.timeline import D2H, DEVICE_UPDATE, H2D, UPDATE
 from offloadzero.update.delivery import Delivery, UpdateTicket
-from offloadzero.update.records import Record, UpdateRange, segment_slice
+from offloadzero.update.records import Record, UpdateRange
 from offloadzero.update.spec import Hyper, UpdateForm
-from offloadzero.update.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
+from offloadzero.update.staging import ChunkStager, StagedChunk, cut_device_memory, needs_slot
 
 
 class RecordUpdate:
@@ -214,10 +214,10 @@ class UpdatePipeline:
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
-        num_elements = update.record.kept_trainable
         # Segments in host memory need no chunks: one call of the kernel.
-        chunk_elements = self._chunk_elements if self._is_staged(update) else num_elements
-        for start, stop in chunk_bounds(first, last, chunk_elements, num_elements):
+        is_staged = self._is_staged(update)
+        chunk_elements = self._chunk_elements if is_staged else update.record.kept_trainable
+        for start, stop in update.record.chunks(first, last, chunk_elements):
             self._chunks.append(
                 _Chunk(
                     update,
@@ -279,8 +279,11 @@ class UpdatePipeline:
             return
         try:
             AllOf(data.reads).wait()
-            with self._store.timeline.span(UPDATE, update.record.name, update_bytes(data.buffers)):
-                self._step(update, data.buffers, start=chunk.start, stop=chunk.stop)
+            if update.record.spec.takes_whole:
+                self._step_through_device(update, data.buffers, start=chunk.start, stop=chunk.stop)
+            else:
+                with self._store.timeline.span(UPDATE, update.record.name, update_bytes(data.buffers)):
+                    self._step(update, data.buffers, start=chunk.start, stop=chunk.stop)
             readers = []
             if chunk.delivery is not None:
                 readers.append(chunk.delivery.put(chunk.start, data.buffers[SegmentKind.PARAM]))
@@ -292,20 +295,40 @@ class UpdatePipeline:
         if chunk.is_last:
             self._finish(update, chunk.writes)
 
+    def _step_through_device(
+        self, update: RecordUpdate, buffers: Mapping[SegmentKind, torch.Tensor], *, start: int, stop: int
+    ) -> None:
+        """Do the step of a chunk in host memory on the device, and wait for it: [Note: whole parameters]."""
+        if self._scratch is None:
+            raise AssertionError(f"no scratch is planned for {update.record.name}")
+        there, scratch = cut_device_memory(self._scratch, buffers)
+        accelerator = self._store.accelerator
+
+        def task() -> None:
+            for kind, buffer in buffers.items():
+                accelerator.copy(there[kind], buffer, lane=H2D)
+            with accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(there)):
+                self._step(update, there, start=start, stop=stop, form=self._form, scratch=scratch)
+            for kind, buffer in buffers.items():
+                if kind is not SegmentKind.GRAD:
+                    accelerator.copy(buffer, there[kind], lane=D2H)
+
+        self._device_lane.submit(task, label=update.record.name).wait()
+
     def _step(
         self,
         update: RecordUpdate,
-        buffers: dict[SegmentKind, torch.Tensor],
+        buffers: Mapping[SegmentKind, torch.Tensor],
         *,
         start: int,
         stop: int,
         form: UpdateForm = UpdateForm.NATIVE,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         for part in update.ranges:
-            low, high = max(part.start, start) - start, min(part.stop, stop) - start
-            if low >= high:
+            state = part.of(buffers, start, stop)
+            if state is None:
                 continue
-            state = {kind: buffer[segment_slice(kind, low, high)] for kind, buffer in buffers.items()}
             update.record.spec.step(
                 state,
                 hyper=update.hypers[part.group_index],
@@ -313,7 +336,7 @@ class UpdatePipeline:
                 grad_scale=update.grad_scale * part.factor,
                 num_threads=self._num_threads,
                 form=form,
-                scratch=self._scratch,
+                scratch=self._scratch if scratch is None else scratch,
             )
 
     @staticmethod

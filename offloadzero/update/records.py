@@ -30,7 +30,7 @@ from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.shard import WHOLE, ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.spec import AnySpec, StateCodes
+from offloadzero.update.spec import AnySpec, Buffers, StateCodes
 
 PARAM_ALIGN_BYTES = 64  # as torch's CPU allocator: kernels see the alignment that they see without offloading
 
@@ -81,13 +81,25 @@ class Edits:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Elements [start, stop) that share hyperparameters, step count and the factor of their gradient."""
+    """Elements [start, stop) that share hyperparameters, step count and the factor of their gradient.
+
+    `shape` is that of the one parameter in it where the optimizer takes parameters whole, without the padding.
+    """
 
     start: int
     stop: int
     group_index: int
     step: int
     factor: float = 1.0
+    shape: torch.Size | None = None
+
+    def of(self, buffers: Buffers, first: int, last: int) -> Buffers | None:
+        """The range's part of segments, of which `buffers` are elements [first, last); None where it has none there."""
+        low, high = max(self.start, first) - first, min(self.stop, last) - first
+        if low >= high:
+            return None
+        parts = {kind: buffer[segment_slice(kind, low, high)] for kind, buffer in buffers.items()}
+        return parts if self.shape is None else {kind: part.view(self.shape) for kind, part in parts.items()}
 
 
 @dataclass(eq=False)
@@ -118,7 +130,7 @@ class Record:
 
     @property
     def unit_name(self) -> str:
-        """The unit's name: a unit has one record for each dtype, `blocks.0`, `blocks.0#bfloat16`."""
+        """The unit's name: a unit has a record for each dtype and optimizer, `blocks.0`, `blocks.0#bfloat16`."""
         return self.name.split("#")[0]
 
     # --- full sizes; constant values are looked up once ---
@@ -156,7 +168,7 @@ class Record:
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """The ranges [start, stop) between trainable parameters, which belong to none."""
+        """The ranges [start, stop) behind trainable parameters, up to where the next may begin."""
         ends = ((stop, start + self.padded(stop - start)) for start, stop in self.trainable_parts)
         return tuple((end, stop) for end, stop in ends if stop > end)
 
@@ -227,6 +239,30 @@ class Record:
             return slice(part.start, self.layout[kind][1])
         return part
 
+    def chunks(self, first: int, last: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces [start, stop) in which an update brings elements [first, last) of the shard into memory.
+
+        They are on a fixed grid, or whole parameters: file offsets stay whole blocks.
+        """
+        if self.spec.takes_whole:
+            places = ((start, start + self.padded(stop - start)) for start, stop in self.kept_parts)
+            yield from ((start, stop) for start, stop in places if max(start, first) < min(stop, last))
+            return
+        for start in range(first // chunk_elements * chunk_elements, last, chunk_elements):
+            yield start, min(start + chunk_elements, self.kept_trainable)
+
+    def num_chunks(self, chunk_elements: int) -> int:
+        """The number of these pieces of a whole shard."""
+        if self.spec.takes_whole:
+            return sum(start < stop for start, stop in self.kept_parts)
+        return -(-self.kept_trainable // chunk_elements)
+
+    def most_chunk_elements(self, chunk_elements: int) -> int:
+        """The elements of the largest of all these pieces, on the rank whose piece is the largest."""
+        if self.spec.takes_whole:
+            return max((self.padded(slot.num_elements) for slot in self.trainable_slots), default=0)
+        return min(chunk_elements, self.kept_trainable)
+
     @property
     def updates_on_device(self) -> bool:
         """Whether all segments of the update live on the device."""
@@ -249,36 +285,45 @@ def make_record(
     """Lay out parameters (name, parameter, group index or None): trainable ones first, by group, then frozen ones.
 
     Trainable and frozen elements are each a whole number of shards. `compact` is the layout of the states, which have
-    scales per block: no block belongs to two parameters or shards. A dtype without it keeps the fp32 layout.
+    scales per block: no block belongs to two parameters or shards. A dtype without it keeps the fp32 layout. Where the
+    optimizer takes parameters whole, each begins at a file block and lies in one shard: [Note: whole parameters].
     """
     compact = compact and spec.is_compact(dtype)
+    block = ALIGN_BYTES if compact else ALIGN_BYTES // 2  # file blocks are whole in the smallest dtype
     granule = COMPACT_BLOCK if compact else PARAM_ALIGN_BYTES // dtype.itemsize
-    shard_align = granule
+    trained = [item for item in params if item[2] is not None]
+    frozen = [item for item in params if item[2] is None]
+    trained.sort(key=lambda item: item[2] or 0)
+    takes_whole = spec.takes_whole and bool(trained)
+    if takes_whole:
+        granule = block
     # The small rest is whole on each of perhaps a thousand ranks: a file block for each would be most of it.
-    if shard.world_size == 1 or not resident:
-        shard_align = (
-            ALIGN_BYTES if compact else ALIGN_BYTES // 2
-        )  # file blocks are whole in the smallest dtype
-    record_align = shard_align * shard.world_size
-    slots: list[ParamSlot] = []
-    position = 0
-    num_trainable: int | None = None
-    # The sort is stable.
-    for param_name, param, group in sorted(params, key=lambda item: (item[2] is None, item[2] or 0)):
-        if group is None and num_trainable is None:
-            # Parameters of no elements alone have gradients and steps, too.
-            position = num_trainable = align_up(max(position, 1 if slots else 0), record_align)
-        slots.append(ParamSlot(param, param_name, param.shape, position, param.numel(), group, len(slots)))
+    shard_align = block if shard.world_size == 1 or not resident else granule
+    num_parts = shard.world_size if takes_whole else 1
+    sizes = [align_up(param.numel(), granule) for _, param, _ in trained]
+    places, part_elements = _divide_whole(sizes, num_parts)
+    # Parameters of no elements alone have gradients and steps, too.
+    at_least = 1 if trained or not frozen else 0
+    align = shard_align * shard.world_size // num_parts
+    part_elements = align_up(max(part_elements, at_least), align)
+    num_trainable = part_elements * num_parts
+    offsets = [part * part_elements + start for part, start in places]
+    position = num_trainable
+    for _, param, _ in frozen:
+        offsets.append(position)
         position += align_up(param.numel(), granule)
-    if num_trainable is None:
-        position = num_trainable = align_up(max(position, 1), record_align)
+    placed = sorted(zip(offsets, [*trained, *frozen], strict=True), key=lambda item: item[0])
+    slots = tuple(
+        ParamSlot(param, param_name, param.shape, offset, param.numel(), group, place)
+        for place, (offset, (param_name, param, group)) in enumerate(placed)
+    )
     return Record(
         index,
         name,
         dtype,
-        tuple(slots),
+        slots,
         num_trainable,
-        align_up(position, record_align),
+        align_up(position, shard_align * shard.world_size),
         granule,
         shard,
         spec,
@@ -289,13 +334,31 @@ def make_record(
     )
 
 
+def _divide_whole(sizes: Sequence[int], num_parts: int) -> tuple[list[tuple[int, int]], int]:
+    """Divide parameters of so many elements among parts, whole: the largest first, each into the emptiest part.
+
+    Returns the part of each and its place there, one behind the other, and the elements of the fullest part.
+    """
+    loads = [0] * num_parts
+    parts = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]) if num_parts > 1 else ():
+        parts[index] = loads.index(min(loads))
+        loads[parts[index]] += sizes[index]
+    ends = [0] * num_parts
+    places = []
+    for part, size in zip(parts, sizes, strict=True):
+        places.append((part, ends[part]))
+        ends[part] += size
+    return places, max(ends)
+
+
 def update_ranges(
     record: Record, slots: Iterable[ParamSlot], *, factors: Mapping[int, float] = MappingProxyType({})
 ) -> list[UpdateRange]:
     """Merge neighbouring `slots` with equal group, step and factor into ranges of the shard, in the record's order.
 
     `factors` of gradients are by slot, 1 where there is none. Padding behind a parameter belongs to its
-    range: its gradient is zero, so it stays zero.
+    range: its gradient is zero, so it stays zero. An optimizer that takes parameters whole has a range for each.
     """
     ranges: list[UpdateRange] = []
     for slot in sorted(slots, key=lambda slot: slot.offset):
@@ -304,6 +367,9 @@ def update_ranges(
         stop = slot.offset + record.padded(slot.num_elements)
         factor = factors.get(slot.index, 1.0)
         shared = (slot.group_index, slot.step, factor)
+        if record.spec.takes_whole:
+            ranges.append(UpdateRange(slot.offset, slot.offset + slot.num_elements, *shared, slot.shape))
+            continue
         last = ranges[-1] if ranges else None
         if (
             last is not None
@@ -318,6 +384,8 @@ def update_ranges(
 
 def all_ranges(record: Record) -> list[UpdateRange]:
     """Return `update_ranges` of all trainable slots; in most steps all of a group have the same count."""
+    if record.spec.takes_whole:
+        return update_ranges(record, record.trainable_slots)
     ranges: list[UpdateRange] = []
     for slots in record.trainable_groups:
         first, last = slots[0], slots[-1]

@@ -9,6 +9,17 @@ its states as keys of `offloadzero.placement`.
 
 A step is arithmetic per element with scalars of the param group, so it may be cut anywhere and gives the same bits on
 the host and on a device: [Note: one arithmetic] in arithmetic/device_math.py.
+
+[Note: whole parameters]
+A step that is no arithmetic per element (`takes_whole`: Muon's multiplies matrices) gets one parameter at a time, in
+its shape, and runs on the device, wherever the states live: so it gives the same bits there too. What it asks of
+others: each parameter begins at a file block and lies in one rank's shard (`make_record`), the chunks of an update are
+whole parameters (`Record.chunks`), and those of records that live elsewhere go through scratch on the device and back
+(`UpdatePipeline`). The ranks' shards are then as large as that of the rank with the most: the largest matrix of a unit
+at least.
+
+An optimizer may leave some param groups to another one, its `members`: Muon leaves what is no matrix to AdamW. A record
+has the parameters of one.
 """
 
 from __future__ import annotations
@@ -125,8 +136,36 @@ class OptimizerSpec(ABC, Generic[H]):
         {"maximize": False, "differentiable": False}
     )
     scratch_bytes_per_element: ClassVar[int]  # of a piece in torch operations
+    takes_whole: ClassVar[bool] = False  # [Note: whole parameters]
+
+    @property
+    def members(self) -> tuple[OptimizerSpec[Any], ...]:
+        """The specs that records of a model under this optimizer may have."""
+        return (self,)
+
+    def of_group(self, group: Mapping[str, Any]) -> OptimizerSpec[Any]:  # noqa: ARG002
+        """The member that updates the parameters of a group."""
+        return self
 
     # --- param groups ---
+
+    def config_groups(
+        self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], names: Mapping[int, str]
+    ) -> list[dict[str, Any]]:
+        """Complete param groups by the configuration's arguments.
+
+        Args:
+            names: those of the model's parameters, by id.
+        """
+        del names
+        return [{**defaults, **group, "params": list(group["params"])} for group in groups]
+
+    def config_defaults(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration's arguments that torch gives to every group that lacks them."""
+        return dict(defaults)
+
+    def expect_param(self, name: str, param: Tensor) -> None:
+        """Refuse a parameter that the update cannot take."""
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any], name: str) -> H:
@@ -135,15 +174,16 @@ class OptimizerSpec(ABC, Generic[H]):
         Raises ConfigError for options that the update would not compute. `name` is the group's, for errors.
         """
 
-    def hypers(self, groups: Iterable[Mapping[str, Any]], owner: str, *, state_layout: str) -> list[H]:
+    def hypers(self, groups: Iterable[Mapping[str, Any]], owner: str, *, state_layout: str) -> list[Any]:
         """Return the hyperparameters of all groups. `owner` is whose they are, for errors."""
         found = []
         for index, group in enumerate(groups):
             name = f"{owner}.param_groups[{index}]"
-            self.expect_options(group, name)
-            hyper = self.hyper(group, name)
+            member = self.of_group(group)
+            member.expect_options(group, name)
+            hyper = member.hyper(group, name)
             if state_layout == "compact":
-                self.expect_compact(hyper, name)
+                member.expect_compact(hyper, name)
             found.append(hyper)
         return found
 
@@ -178,6 +218,10 @@ class OptimizerSpec(ABC, Generic[H]):
             *self.states,
             *(SegmentKind.SCALES, SegmentKind.GRAD),
         )
+
+    def step_scratch_bytes(self, shape: torch.Size) -> int:
+        """The device bytes of a step of one parameter beside its segments and gradient: [Note: whole parameters]."""
+        raise NotImplementedError(f"{self.name} takes parameters in pieces")
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -244,7 +288,7 @@ class OptimizerSpec(ABC, Generic[H]):
         form: UpdateForm = UpdateForm.NATIVE,
         scratch: Tensor | None = None,
     ) -> None:
-        """Do one step in place on flat tensors of one memory.
+        """Do one step in place on flat tensors of one memory, or on those of one parameter: [Note: whole parameters].
 
         Args:
             step: counts from 1.

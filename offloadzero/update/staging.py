@@ -13,13 +13,13 @@ A script's write comes after the reads that have begun, and nothing is read ahea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offloadzero.core.segments import SegmentKind
-from offloadzero.memory.arena import Lease, staggered
+from offloadzero.memory.arena import Lease, align_up, staggered
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.update.records import Record, all_ranges
@@ -56,12 +56,6 @@ class StagedChunk:
         ) and self.version == record.edits.num_begun
 
 
-def chunk_bounds(first: int, last: int, chunk_elements: int, num_elements: int) -> Iterator[tuple[int, int]]:
-    """Yield chunks [start, stop) that cover [first, last), on a fixed grid: file offsets stay whole blocks."""
-    for start in range(first // chunk_elements * chunk_elements, last, chunk_elements):
-        yield start, min(start + chunk_elements, num_elements)
-
-
 class ChunkStager:
     """Brings chunks into memory and back; used by one thread."""
 
@@ -92,7 +86,7 @@ class ChunkStager:
             if not ranges:
                 continue
             first, last = ranges[0].start, ranges[-1].stop
-            for start, stop in chunk_bounds(first, last, self._chunk_elements, record.kept_trainable):
+            for start, stop in record.chunks(first, last, self._chunk_elements):
                 if not self._free or not self._free[0].users.done():
                     return
                 with record.edits.reading() as reads:
@@ -156,3 +150,20 @@ def needs_slot(record: Record) -> bool:
         for kind, segment in record.segments.items()
         if kind is not SegmentKind.GRAD
     )
+
+
+def device_bytes(record: Record, num_elements: int) -> int:
+    """The device memory of a chunk that is updated there: its segments, and its gradient."""
+    dtypes = [*(dtype for dtype, _ in record.layout.values()), record.grad_dtype]
+    return sum(align_up(num_elements * dtype.itemsize) for dtype in dtypes)
+
+
+def cut_device_memory(
+    memory: torch.Tensor, buffers: Mapping[SegmentKind, torch.Tensor]
+) -> tuple[dict[SegmentKind, torch.Tensor], torch.Tensor]:
+    """Cut memory, uint8 of the device, into arrays like `buffers`, and what is left."""
+    arrays, start = {}, 0
+    for kind, buffer in buffers.items():
+        arrays[kind] = memory[start : start + buffer.nbytes].view(buffer.dtype)
+        start += align_up(buffer.nbytes)
+    return arrays, memory[start:]

@@ -140,6 +140,8 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("optimizer.params", "initial_accumulator_value"): (0.1, {}),
     ("optimizer.params", "momentum"): (0.1, {}),
     ("optimizer.params", "dampening"): (0.1, {}),
+    ("optimizer.params", "muon_lr"): (0.1, {}),
+    ("optimizer.params", "adam_lr"): (0.1, {}),
     ("optimizer.params", "nesterov"): (True, {}),
     ("optimizer.params", "adam_w_mode"): (True, {}),
     ("optimizer.params", "bias_correction"): (False, {}),
@@ -193,6 +195,10 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     },
     ("offloadzero.placement[]", "units"): ("layers.*", {"param": "host"}),
     ("offloadzero", "activation_checkpoints"): ({}, {}),
+    ("zero_optimization", "leaf_module"): ({"classes": ["Experts"]}, {}),
+    ("zero_optimization.leaf_module", "classes"): (["Experts"], {}),
+    ("zero_optimization.leaf_module", "names"): (["layers.1"], {}),
+    ("zero_optimization.leaf_module", "name_suffixes"): ("experts", {}),
     ("offloadzero.activation_checkpoints", "units"): (["layers.*"], {}),
     ("offloadzero.activation_checkpoints", "tier"): ("host", {}),
     ("offloadzero.activation_checkpoints", "input_bytes"): ("1MiB", {"tier": "host"}),
@@ -323,8 +329,8 @@ def test_an_unknown_key_is_named_with_its_full_path_at_every_level(path: str) ->
 def test_an_unknown_key_that_is_near_none_gets_those_of_a_small_object() -> None:
     with pytest.raises(ConfigError, match=r"budgets\.gpu = 1: unknown key: allowed device, host, nvme$"):
         load_config({"offloadzero": {"budgets": {"gpu": 1}}})
-    with pytest.raises(ConfigError, match=r"^qqq = 1: unknown key$"):
-        load_config({"qqq": 1})
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.qqq = 1: unknown key$"):
+        load_config({"zero_optimization": {"qqq": 1}})
 
 
 def test_a_key_in_the_wrong_block_is_sent_home() -> None:

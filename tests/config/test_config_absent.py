@@ -44,16 +44,33 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "offloadzero.update.num_threads": ("this process may use when", lambda c: c.update.num_threads is None),
     "offloadzero.update.cores": ("any when", lambda c: c.update.cores == ()),
     "offloadzero.device": ('"cuda" if there is one when', lambda c: c.device is None),
-    "optimizer.params.lr": ("0.001 (Adagrad: 0.01) when", lambda _: absent("lr") == {1e-3, 1e-2}),
-    "optimizer.params.betas": ("0.9, 0.999 when", lambda _: absent("betas") == {(0.9, 0.999)}),
-    "optimizer.params.eps": ("1e-8 (Adagrad: 1e-10) when", lambda _: absent("eps") == {1e-8, 1e-10}),
+    "optimizer.params.lr": (
+        "0.001 (Adagrad: 0.01, Muon: 0.02) when",
+        lambda _: absent("lr") == {1e-3, 1e-2, 2e-2},
+    ),
+    "optimizer.params.muon_lr": (
+        "that of lr when",
+        lambda _: absent("muon_lr") == {2e-2} and rates() == (0.5, 0.5),
+    ),
+    "optimizer.params.adam_lr": (
+        "that of lr when absent, 0.0003 where lr is",
+        lambda _: absent("adam_lr") == {3e-4} and rates() == (0.5, 0.5),
+    ),
+    "optimizer.params.betas": (
+        "0.9, 0.999 (Muon: 0.9, 0.95) when",
+        lambda _: absent("betas") == {(0.9, 0.999), (0.9, 0.95)},
+    ),
+    "optimizer.params.eps": (
+        "1e-8 (Adagrad: 1e-10, Muon: 1e-10) when",
+        lambda _: absent("eps") == {1e-8, 1e-10},
+    ),
     "optimizer.params.weight_decay": ("0 when", lambda _: absent("weight_decay") == {0}),
     "optimizer.params.lr_decay": ("0 when", lambda _: absent("lr_decay") == {0}),
     "optimizer.params.initial_accumulator_value": (
         "0 when",
         lambda _: absent("initial_accumulator_value") == {0},
     ),
-    "optimizer.params.momentum": ("0 when", lambda _: absent("momentum") == {0}),
+    "optimizer.params.momentum": ("0 (Muon: 0.95) when", lambda _: absent("momentum") == {0, 0.95}),
     "optimizer.params.dampening": ("0 when", lambda _: absent("dampening") == {0}),
     "optimizer.params.nesterov": ("false when", lambda _: absent("nesterov") == {False}),
     "optimizer.params.adam_w_mode": ("true when", lambda _: absent("decoupled_weight_decay") == {True}),
@@ -82,7 +99,13 @@ ELSEWHERE = {
     "offloadzero.placement_tokens",
     *(f"offloadzero.placement{form}.{segment}" for form in ("", "[]") for segment in ("scales", "grad")),
 }
-OPTIMIZERS = ("Adam", "Lion", "Adagrad", "SGD")
+OPTIMIZERS = ("Adam", "Lion", "Adagrad", "SGD", "Muon")
+
+
+def rates() -> tuple[float, float]:
+    """Muon's two rates where only one is given for both."""
+    params = load_config({"optimizer": {"type": "Muon", "params": {"lr": 0.5}}}).optimizer.params
+    return params["muon_lr"], params["adam_lr"]
 
 
 def with_checkpoints() -> Any:

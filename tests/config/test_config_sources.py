@@ -88,8 +88,8 @@ HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
     "a surrogate in run_dir": ({"offloadzero": {"observe": {"run_dir": "\udfff"}}}, "surrogate"),
     "a number for a key": ({"optimizer": {3: 1}}, "optimizer = 3: keys must be text"),
     "a surrogate in a key": ({"aio": {"\ud800": 1}}, r"aio\.\\ud800 = 1: unknown key"),
-    "a line break in a key": ({"a\nb": 1}, r"^a\\nb = 1: unknown key"),
-    "a key of a megabyte": ({"k" * 10**6: 1}, r"^k+\.\.\.k+ = 1: unknown key"),
+    "a line break in a key": ({"aio": {"a\nb": 1}}, r"^aio\.a\\nb = 1: unknown key"),
+    "a key of a megabyte": ({"aio": {"k" * 10**6: 1}}, r"^aio\.k+\.\.\.k+ = 1: unknown key"),
     "a value of a megabyte": ({"offloadzero": {"device": "c" * 10**6}}, "allowed cpu, cuda, cuda:N"),
     "a set": ({"aio": {"queue_depth": {1}}}, r"aio\.queue_depth = \{1\}: a JSON value"),
     "bytes": ({"offloadzero": {"nvme_path": b"/tmp"}}, "a JSON value"),
@@ -97,6 +97,13 @@ HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
     "an array": ({"aio": {"single_submit": memoryview(b"ab")}}, r"aio\.single_submit"),
     "NaN": ({"optimizer": {"type": "Adam", "params": {"lr": math.nan}}}, "a finite number"),
 }
+
+
+@pytest.mark.parametrize("key", ["k" * 10**6, "a strange\nkey", "some \ud800"])
+def test_a_hostile_key_that_is_passed_over_can_be_printed(key: str) -> None:
+    (text,) = load_config({key: 1}).warnings
+    assert len(text) <= MAX_MESSAGE_CHARS
+    text.encode()
 
 
 @pytest.mark.parametrize("name", HOSTILE)

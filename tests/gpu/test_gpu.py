@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero import NonFiniteError, zero
+from offloadzero import NonFiniteError, offload, zero
 from offloadzero.core.segments import SegmentKind, TierName
+from tests.support.matrices import batch_of, matrices
 from tests.support.small_gpt import SmallGpt
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens
 
@@ -85,6 +86,38 @@ def test_placement_of_compact_states_is_invisible(tmp_path: Path, clipping: floa
         assert found[0] == expected[0]
         for name, state in expected[1].items():
             assert torch.equal(state, found[1][name]), name
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_placement_is_invisible_to_muon(tmp_path: Path, placement: str) -> None:
+    muon = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-2, "weight_decay": 0.1}}
+    expected = trained(tmp_path, "device", clipping=0.5, optimizer=muon)
+    found = trained(tmp_path, PLACEMENTS[placement], clipping=0.5, optimizer=muon)
+    assert found[0] == expected[0]
+    assert all(torch.equal(state, found[1][name]) for name, state in expected[1].items())
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+def test_a_muon_of_fp32_matrices_has_torchs_bits(tmp_path: Path, placement: str) -> None:
+    def losses(model: Any, optimizer: Any) -> list[float]:
+        found = []
+        for seed in range(4):
+            loss = model(batch_of(seed).cuda())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain = matrices().cuda()
+    expected = losses(plain, torch.optim.Muon(plain.parameters(), lr=0.02))
+    config = settings(tmp_path, placement=placement, device="cuda", bf16=None, gradient_clipping=None)
+    model = matrices()
+    model, optimizer = offload(model, torch.optim.Muon(model.parameters(), lr=0.02), config)
+    assert losses(model, optimizer) == expected
+    optimizer.close()
 
 
 @pytest.mark.usefixtures("deterministic")

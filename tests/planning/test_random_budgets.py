@@ -36,6 +36,7 @@ OPTIMIZERS = {
     "Lion": {"lr": 1e-4},
     "SGD": {"lr": 1e-3, "momentum": 0.9},
     "Adagrad": {"lr": 1e-3},
+    "Muon": {"lr": 1e-3, "weight_decay": 0.1},
 }
 
 

@@ -24,7 +24,7 @@ from tests.support import parity
 from tests.support.cases import each_pair
 from tests.support.models import PartlyUnusedBlock, Stack, features
 from tests.support.schedules import draw_schedule, reference
-from tests.support.training import PLACEMENTS, Loop, Outcome, assert_same, make_config, run_engine
+from tests.support.training import PLACEMENTS, Loop, Outcome, assert_same, make_config, merge, run_engine
 
 NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "12"))  # more to soak
 
@@ -85,6 +85,18 @@ def test_model(
     with checked(), simulated(monkeypatch, seed=len(name), backward=way):
         found = run_engine(make_model, take_inputs(make_input), config)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("placement", "way"), each_way([(name,) for name in PLACEMENTS]))
+def test_muon(placement: str, way: Backward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices go to the device for their update, and back."""
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}}
+    loop = take_inputs(features)
+    expected = run_engine(Stack, loop, merge(make_config("resident", tmp_path, clipping=0.5), muon))
+    with checked(), simulated(monkeypatch, backward=way):
+        config = merge(make_config(placement, tmp_path, clipping=0.5), muon)
+        found = run_engine(Stack, loop, config)
+    assert_same_but_for_the_norm(found, expected)
 
 
 @functools.cache

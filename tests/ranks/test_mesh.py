@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import offloadzero
 from offloadzero import zero
 from offloadzero.config import load_config
 from offloadzero.config.schema import MeshConfig
+from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.mesh import (
@@ -218,32 +220,38 @@ def test_one_of_two_tensor_parallel_ranks_plans_half_of_the_inputs(tmp_path: Pat
 
 @pytest.mark.usefixtures("fake_ranks")
 def test_inputs_are_in_parts_where_there_are_ranks_that_have_the_same(tmp_path: Path) -> None:
-    key = r"activation_checkpointing\.partition_activations = True"
+    key = r"activation_checkpointing\.partition_activations = "
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ConfigError, match=rf'{key}: needs "offloadzero": {{"activation_checkpoints": {{}}}}'):
-        start(tmp_path, mesh)
-    nothing = (
-        rf"{key}: false: there is nothing to partition.* offloadzero\.activation_checkpoints .* and here is"
-    )
-    with pytest.raises(ConfigError, match=f"{nothing} one"):
-        start(tmp_path, init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "pp")), tier="host")
-    for mpu in (None, init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))):
-        with pytest.raises(ConfigError, match=f"{nothing} none"):
-            start(tmp_path, mpu, tier="host")
-    with pytest.raises(ConfigError, match=rf"{key}: needs get_tensor_model_parallel_world_size\(\)"):
+    with pytest.warns(UserWarning, match=rf"{key}true has no effect: it is for inputs of blocks"):
+        start(tmp_path, mesh).close()
+    nothing = rf"{key}true has no effect: .* offloadzero\.activation_checkpoints .* and here is"
+    without = {
+        "one": [init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "pp"))],
+        "none": [None, init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))],
+    }
+    for number, mpus in without.items():
+        for mpu in mpus:
+            with pytest.warns(UserWarning, match=f"{nothing} {number}"):
+                engine = start(tmp_path, mpu, tier="host")
+            assert engine._runtime.config.num_input_parts == 1
+            engine.close()
+    with pytest.raises(ConfigError, match=rf"{key}True: needs get_tensor_model_parallel_world_size\(\)"):
         start(tmp_path, Megatron(mesh.get_group("dp")), tier="host")
-    start(tmp_path, mesh, tier="device").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start(tmp_path, mesh, tier="device").close()
 
 
 def test_a_plan_is_of_no_mesh(tmp_path: Path) -> None:
+    """Nor is offload()."""
     model = meshes.make_model()
-    config = load_config(partitioned_config(tmp_path, tier="host"), world_size=2)
-    with pytest.raises(
-        ConfigError, match=r"partition_activations = True: false: there is nothing to partition"
-    ):
-        plan_model(model, config, available={})
+    partitioned = partitioned_config(tmp_path, tier="host", input_bytes=16384)
+    whole = {key: value for key, value in partitioned.items() if key != "activation_checkpointing"}
+    plans = [
+        plan_model(model, load_config(config, world_size=2), available={TierName.HOST: 1 << 30})
+        for config in (partitioned, whole)
+    ]
+    assert plans[0].plan.inputs == plans[1].plan.inputs
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(
-        ConfigError, match=r"partition_activations = True: false: there is nothing to partition"
-    ):
-        offloadzero.offload(model, optimizer, partitioned_config(tmp_path, tier="host"))
+    with pytest.warns(UserWarning, match=r"partition_activations = true has no effect: .*and here is none"):
+        offloadzero.offload(model, optimizer, partitioned)[1].close()

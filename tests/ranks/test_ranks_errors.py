@@ -302,7 +302,7 @@ def start_on_one_rank_only(rank: int, directory: str) -> dict[str, str]:
     path, said = Path(directory), {}
     no_directory = {"nvme_path": "/proc/nowhere", "placement": "nvme"}
     for name, over in {
-        "key": {"no_such_key": 1},
+        "key": {"aio": {"no_such_key": 1}},
         "path": {"offloadzero": no_directory},
         "nothing": {},
     }.items():
@@ -324,7 +324,8 @@ def test_what_keeps_one_rank_from_starting_is_told_to_the_others(found: Found) -
         assert first[name].startswith("RankError: ")
         assert f"rank 1: {text}" in first[name]
     assert (
-        "the start of an engine (rank 0 of 2) is given up: rank 1: ConfigError: no_such_key" in first["key"]
+        "the start of an engine (rank 0 of 2) is given up: rank 1: ConfigError: aio.no_such_key"
+        in first["key"]
     )
 
 

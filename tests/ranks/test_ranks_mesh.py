@@ -553,6 +553,7 @@ def start_with_other_calls(rank: int, directory: str) -> dict[str, str]:
     config = meshes.config_of("host", 3, directory, num_ranks=2)
     del config["train_batch_size"]
     near = {"zero_optimization": {**config["zero_optimization"], "zero_hpz_partition_size": 2}}
+    share = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
 
     def start(mpu: Any, **over: Any) -> str:
         model = meshes.make_model(mesh.get_group("tp"))
@@ -571,6 +572,7 @@ def start_with_other_calls(rank: int, directory: str) -> dict[str, str]:
         "some": start(mesh if rank != 3 else None),
         "groups": start(other_group()),
         "near": start(mesh, **near),
+        "share": start(mesh, **share),
         "flat": start(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))),
         "right": start(mesh),
     }
@@ -584,3 +586,5 @@ def test_what_is_wrong_with_a_mesh_is_said_on_all_ranks(found: Found) -> None:
         assert of_rank["groups"].startswith("ConfigError: mpu = 'data-parallel groups by their first ranks")
         near = "ConfigError: zero_optimization.zero_hpz_partition_size = 2: in a mesh of ranks: 1"
         assert of_rank["near"] == near
+        share = "ConfigError: zero_optimization.offload_optimizer.ratio = 0.5: in a mesh of ranks: 1.0"
+        assert of_rank["share"] == share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 import offloadzero
+from offloadzero.core.segments import SegmentKind
 from offloadzero.update import wire_codes as wire
 from tests.support.ranks import run_ranks
 from tests.support.sharded import GLOBAL_BATCH, config_of, digest, engine_of, global_losses, train
@@ -82,6 +84,39 @@ def train_in_fewer_bits(rank: int, world_size: int, directory: str) -> dict[str,
             found["data"] = [int(one) for batch in engine.deepspeed_io(range(GLOBAL_BATCH)) for one in batch]
             engine.close()
     return found
+
+
+def train_with_shares(rank: int, world_size: int, directory: str) -> dict[str, Any]:
+    """By stage, tier and the share of the update off the device: losses, bits, and how many units have it on it."""
+    found: dict[str, Any] = {}
+    for stage, device, ratio in itertools.product((1, 3), ("cpu", "nvme"), (1.0, 0.5)):
+        config = config_of("host", stage, Path(directory), world_size=world_size)
+        del config["offloadzero"]["placement"]
+        home = {"device": device, "nvme_path": directory}
+        config["zero_optimization"]["offload_optimizer"] = {**home, "ratio": ratio, "super_offload": True}
+        if stage == 3:
+            config["zero_optimization"]["offload_param"] = home
+        engine = engine_of(config, seed=rank)
+        moments = [
+            record.segments[SegmentKind("exp_avg")]
+            for record in engine._runtime.records
+            if record.num_trainable
+        ]
+        on_device = sum(segment.tier.is_device for segment in moments)
+        losses = train(engine, rank, world_size, num_steps=NUM_STEPS)
+        bits = digest(dict(engine.module.state_dict()))
+        found[f"{stage} {device} {ratio}"] = [losses, bits, on_device]
+        engine.close()
+    return found
+
+
+def test_a_share_of_the_update_on_the_device_changes_no_bit(tmp_path: Path) -> None:
+    for found in run_ranks(train_with_shares, 2, tmp_path / "ranks", 2, str(tmp_path), timeout_s=90):
+        for stage, device in itertools.product((1, 3), ("cpu", "nvme")):
+            *expected, without = found[f"{stage} {device} 1.0"]
+            *shared, with_share = found[f"{stage} {device} 0.5"]
+            assert shared == expected
+            assert (without, with_share > 1) == (0, True)
 
 
 def test_ranks_train_in_fewer_bits(tmp_path: Path) -> None:

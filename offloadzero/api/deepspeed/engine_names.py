@@ -49,7 +49,8 @@ def offload_device(runtime: Runtime, *kinds: SegmentKind) -> OffloadDevice | Non
 
 
 def _of_optimizer(runtime: Runtime) -> OffloadDevice | None:
-    return offload_device(runtime, SegmentKind.MASTER, *runtime.spec.states)
+    states = (state for member in runtime.spec.members for state in member.states)
+    return offload_device(runtime, SegmentKind.MASTER, *states)
 
 
 def _optimizer_device(runtime: Runtime) -> str | None:

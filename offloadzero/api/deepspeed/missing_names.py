@@ -37,7 +37,7 @@ PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
         "moe": "expert parallelism is not built",
         "pipe": "pipeline parallelism is not built",
         "tp_model_init": "tensor parallelism is not built",
-        "utils": "the safe_get and safe_set functions are in offloadzero.zero, logging is Python's",
+        "utils": "offloadzero.zero has safe_get, safe_set and set_z3_leaf_modules, logging is Python's",
         "version": "__version__ is here",
     }
 )

@@ -442,4 +442,4 @@ def form_on(hardware: Hardware, spec: Any) -> UpdateForm:
     """Return the form of an optimizer's updates on the device of that machine, which need not be this one."""
     if hardware.device_is_cpu:
         return UpdateForm.NATIVE
-    return hardware.adam_form if spec is ADAM else UpdateForm.TORCH
+    return hardware.adam_form if ADAM in spec.members else UpdateForm.TORCH

@@ -442,7 +442,7 @@ class StepTasks:
         """Add the update of a unit, whose gradient or decision is `ready`."""
         unit = self._work.units[number]
         on_device_s = self._seconds(unit.update, DEVICE_UPDATE)
-        if on_device_s:
+        if on_device_s and not _is_staged(unit.update):
             task = self.tasks.add(DEVICE_UPDATES, on_device_s, [ready], unit.name)
             self._updated[number] = _Updated(task, task, task)
             return
@@ -456,7 +456,7 @@ class StepTasks:
         """Add one of `count` pieces of an update: return its first task, its arithmetic, and its last task."""
         unit, name = self._work.units[number], self._work.units[number].name
         seconds = {lane: self._seconds(unit.update, lane) / count for lane in unit.update}
-        update_s = seconds.get(UPDATE, 0.0)
+        update_s = seconds.get(UPDATE, 0.0) + seconds.get(DEVICE_UPDATE, 0.0)
         if not _is_staged(unit.update):
             task = self.tasks.add(UPDATES, update_s, [ready], name)
             return task, task, task

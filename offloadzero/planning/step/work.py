@@ -195,7 +195,7 @@ def _unit_work(record: Record, plan: MemoryPlan, config: OffloadConfig, num_micr
         gradient={lane: size / num_micro for lane, size in gradient_bytes(record, plan, num_micro).items()},
         measured_on_device=tier.is_device,
         update=update_bytes(record, plan),
-        num_chunks=-(-record.kept_trainable // config.update.chunk_elements),
+        num_chunks=record.num_chunks(config.update.chunk_elements),
         shares_leases=not tier.is_device and not record.resident,
         passes=not tier.is_device and not plan.grads_have_homes,
         is_staged=not tier.is_device and plan.grads_have_homes and is_merged,
@@ -260,10 +260,12 @@ def update_bytes(record: Record, plan: MemoryPlan) -> dict[str, int]:
     on_files = sum(size for kind, size in sizes.items() if tiers[kind].is_file)
     on_device = sum(size for kind, size in sizes.items() if tiers[kind].is_device)
     reads_gradient = tiers[GRAD].is_file and plan.grads_have_homes
+    # [Note: whole parameters] in update/spec.py: they go to the device and back.
+    whole = sum(sizes.values()) if record.spec.takes_whole else 0
     lanes = {
-        UPDATE: moved,
-        D2H: on_device + (grad_bytes if tiers[GRAD].is_device else 0),
-        H2D: on_device,
+        DEVICE_UPDATE if whole else UPDATE: moved,
+        D2H: on_device + whole + (grad_bytes if tiers[GRAD].is_device else 0),
+        H2D: on_device + whole + (grad_bytes if whole else 0),
         NVME_READ: on_files + (grad_bytes if reads_gradient else 0),
         NVME_WRITE: on_files,
     }

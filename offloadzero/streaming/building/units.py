@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,11 +15,14 @@ from offloadzero.arithmetic.remainders import MASTER_DTYPES
 from offloadzero.config import OffloadConfig, UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import WHOLE, ShardSpec
+from offloadzero.streaming.building.leaf_modules import leaf_modules
 from offloadzero.streaming.building.shared_memory import expect_memory_of_its_own
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.spec import AnySpec
 
 REST = "(rest)"  # no module can have this name
+
+_Placed = tuple[str, nn.Parameter, int | None]  # name, parameter, its group; None: it is frozen
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def cut_units(
     group_of: Mapping[int, int],
     param_dtype: torch.dtype | None,
     spec: AnySpec,
+    group_specs: Sequence[AnySpec] = (),
     compact: bool = False,
     shard: ShardSpec = WHOLE,
     gathers_params: bool = False,
@@ -62,12 +66,13 @@ def cut_units(
     A unit is each element of the outermost repeated ModuleList or Sequential, each other leaf module of at
     least `config.min_leaf_elements` elements, and, resident on the device, the small rest. A parameter that
     several modules share belongs to the unit of the first. `config.patterns` (globs of module names) replace
-    the first rule.
+    the first rule. A leaf module is one unit, unless it is part of a larger one.
 
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
         param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
         spec: the spec of the optimizer.
+        group_specs: those of its groups, where they are not all that one; a record has parameters of one spec.
         compact: the compact layout for the states of bf16 parameters.
         shard: this rank's part of gradients and states.
         gathers_params: the parameters are divided in the same way, except for those of the resident unit.
@@ -75,33 +80,37 @@ def cut_units(
 
     Raises:
         ConfigError: the model has no parameters, has some that cannot be moved, or one that shares memory with
-            another tensor of the model; a pattern matches nothing; no trainable parameter can be compact.
+            another tensor of the model; a pattern matches nothing; a leaf module is the model itself, or never called;
+            no trainable parameter can be compact.
     """
     _expect_movable(model)
     expect_memory_of_its_own(model, group_of=group_of)
     roots = _unit_roots(model, config)
     owned = _assign_parameters(model, roots, config.min_leaf_elements)
+    _expect_called(model, config, owned)
     if not owned:
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
     records: list[Record] = []
-    names: set[str] = set()
     record_of: dict[int, int] = {}
     for unit_name, params in owned.items():
-        for dtype, members in _by_dtype(params, param_dtype).items():
-            name = unit_name if unit_name not in names else f"{unit_name}#{_dtype_name(dtype)}"
-            names.add(name)
-            placed = [
-                (param_name, param, group_of.get(id(param)) if param.requires_grad else None)
-                for param_name, param in members
-            ]
-            _expect_trainable_dtype(dtype, placed)
+        placed_params = [
+            (param_name, param, group_of.get(id(param)) if param.requires_grad else None)
+            for param_name, param in params
+        ]
+        first: tuple[torch.dtype, AnySpec] | None = None
+        cut = _by_dtype_and_spec(placed_params, param_dtype, spec=spec, group_specs=group_specs)
+        for (dtype, own_spec), placed in cut.items():
+            first = first or (dtype, own_spec)
+            name = unit_name + (f"#{_dtype_name(dtype)}" if dtype != first[0] else "")
+            name += f"#{own_spec.name}" if own_spec is not first[1] else ""
+            _expect_trainable(dtype, own_spec, placed)
             resident = unit_name == REST
             record = make_record(
                 len(records),
                 name,
                 dtype,
                 placed,
-                spec=spec,
+                spec=own_spec,
                 shard=shard,
                 resident=resident,
                 compact=compact,
@@ -109,7 +118,7 @@ def cut_units(
                 is_reduced=is_reduced,
             )
             records.append(record)
-            record_of.update({id(param): record.index for _, param in members})
+            record_of.update({id(param): record.index for _, param, _ in placed})
     if compact and not any(record.compact and record.num_trainable for record in records):
         raise ConfigError(
             "offloadzero.state_layout",
@@ -149,6 +158,16 @@ def checkpointed_modules(model: nn.Module, cut: UnitCut, config: OffloadConfig) 
     return chosen
 
 
+def _expect_called(model: nn.Module, config: UnitConfig, units: Container[str]) -> None:
+    """Refuse a leaf module of the units that has no forward: which of its children run could differ between ranks."""
+    for name in leaf_modules(model, config.leaf_modules).values():
+        module = model.get_submodule(name)
+        if name in units and isinstance(module, nn.ModuleList | nn.ModuleDict):
+            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            allowed = f"a module that is called, of which this is a part: {parent}"
+            raise ConfigError(f"leaf module {name}", type(module).__name__, allowed)
+
+
 def _expect_movable(model: nn.Module) -> None:
     """Refuse modules whose forward is not Python's, and parameters that have no memory yet."""
     for name, module in model.named_modules():
@@ -169,12 +188,11 @@ def _expect_movable(model: nn.Module) -> None:
             raise ConfigError(name, type(param).__name__, allowed)
 
 
-def _expect_trainable_dtype(
-    dtype: torch.dtype, params: Sequence[tuple[str, nn.Parameter, int | None]]
-) -> None:
+def _expect_trainable(dtype: torch.dtype, spec: AnySpec, params: Sequence[_Placed]) -> None:
     for name, param, group_index in params:
         if group_index is None:
             continue
+        spec.expect_param(name, param)
         if dtype not in MASTER_DTYPES:
             allowed = ", ".join(map(_dtype_name, MASTER_DTYPES))
             raise ConfigError(f"{name}.dtype", _dtype_name(dtype), f"trainable parameters: {allowed}")
@@ -197,9 +215,10 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
-    """Return the name of each unit, by the id of its root module."""
+    """Return the name of each unit, by the id of its root module; of two, one in the other, the outer one is it."""
+    leaves = leaf_modules(model, config.leaf_modules)
     if not config.patterns:
-        return {id(module): name for name, module in _repeated(model, "")}
+        return leaves | {id(module): name for name, module in _repeated(model, "")}
     roots: dict[int, str] = {}
     used: Counter[str] = Counter()
     covered: set[int] = set()
@@ -215,7 +234,7 @@ def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
             raise ConfigError(
                 "offloadzero.units.patterns", pattern, "matches no module of the model", known_keys=names
             )
-    return roots
+    return leaves | roots
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -256,15 +275,33 @@ def _assign_parameters(
     return owned
 
 
-def _by_dtype(
-    params: Sequence[tuple[str, nn.Parameter]], param_dtype: torch.dtype | None
-) -> dict[torch.dtype, list[tuple[str, nn.Parameter]]]:
-    groups: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in params:
+def _by_dtype_and_spec(
+    params: Sequence[_Placed],
+    param_dtype: torch.dtype | None,
+    *,
+    spec: AnySpec,
+    group_specs: Sequence[AnySpec],
+) -> dict[tuple[torch.dtype, AnySpec], list[_Placed]]:
+    """Return the parameters of each record of a unit. Frozen ones are in the first of those of their dtype."""
+
+    def dtype_of(param: nn.Parameter) -> torch.dtype:
         cast = param_dtype is not None and param.is_floating_point()
-        dtype = param_dtype if cast and param_dtype is not None else param.dtype
-        groups.setdefault(dtype, []).append((name, param))
-    return groups
+        return param_dtype if cast and param_dtype is not None else param.dtype
+
+    def spec_of(group_index: int) -> AnySpec:
+        return group_specs[group_index] if group_specs else spec
+
+    with_frozen: dict[torch.dtype, AnySpec] = {}
+    for _, param, group_index in params:
+        if group_index is not None:
+            with_frozen.setdefault(dtype_of(param), spec_of(group_index))
+    records: dict[tuple[torch.dtype, AnySpec], list[_Placed]] = {}
+    for placed in params:
+        _, param, group_index = placed
+        dtype = dtype_of(param)
+        own = with_frozen.get(dtype, spec) if group_index is None else spec_of(group_index)
+        records.setdefault((dtype, own), []).append(placed)
+    return records
 
 
 def _sites(

@@ -9,9 +9,10 @@ from offloadzero.update.spec import AnySpec
 from offloadzero.update.specs.adagrad import ADAGRAD
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
+from offloadzero.update.specs.muon import MUON
 from offloadzero.update.specs.sgd import SGD
 
-SPECS: tuple[AnySpec, ...] = (ADAM, LION, ADAGRAD, SGD)
+SPECS: tuple[AnySpec, ...] = (ADAM, LION, ADAGRAD, SGD, MUON)
 
 KNOWN_CLASSES = tuple(cls for spec in SPECS for cls in spec.classes)
 
