@@ -499,6 +499,14 @@ class OffloadConfig:
     nvme_paths: tuple[Path, ...] = own_key(
         (), "a directory or a list of them (striped), after those of the offload blocks", name="nvme_path"
     )
+    frozen_weights: str = own_key(
+        "auto",
+        "frozen weights on nvme whose memory was a mapped file (from_pretrained): in_place, read there; copy, from the "
+        "swap files; auto, in_place where the file is on the one drive of nvme_path, and checksums are off; {default}",
+        read_enum,
+        auto_is_absent=False,
+        allowed=("auto", "in_place", "copy"),
+    )
     state_layout: str = own_key(  # of the optimizer states of bf16 parameters
         STATE_LAYOUTS[0],
         "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits",

@@ -12,6 +12,7 @@ from torch import nn
 from offloadzero.access.agreement import Announcements
 from offloadzero.access.gathered import ScriptBlocks
 from offloadzero.access.home_access import HomeAccess
+from offloadzero.access.parameter import is_offloaded
 from offloadzero.access.weight_access import WeightAccess
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
@@ -22,15 +23,16 @@ from offloadzero.engine.join import expect_same_homes, expect_same_model
 from offloadzero.engine.lifetime import Resources
 from offloadzero.engine.planned_model import uses_of
 from offloadzero.errors import ConfigError
-from offloadzero.memory.arena import Arena, BufferPool, Lease
+from offloadzero.memory.arena import ALIGN_BYTES, Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator
+from offloadzero.memory.mapped_files import MappedFiles
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.engine_plan import plan_engine
-from offloadzero.planning.machine import cores_beside_launching
+from offloadzero.planning.machine import cores_beside_launching, nearest_directory
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
@@ -51,6 +53,7 @@ from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_gather import HpzCopies, UnitGather
 from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec
@@ -120,6 +123,33 @@ def _expect_storable(records: Sequence[Record]) -> None:
             )
 
 
+def find_sources(records: Sequence[Record], config: OffloadConfig, group: Group) -> None:
+    """Note of frozen parameters where their values lie in files that need no copy: [Note: weights in place].
+
+    A parameter has a source on all ranks or on none, as they plan alike.
+    """
+    drives = {os.stat(nearest_directory(path)).st_dev for path in config.nvme_paths}
+    is_asked = config.frozen_weights == "in_place"
+    if config.frozen_weights == "copy" or not drives or (config.aio.checksums and not is_asked):
+        return
+    frozen = [
+        (record, slot)
+        for record in records
+        for slot in record.slots
+        if not slot.trainable and not record.keeps_whole_params and not is_offloaded(slot.param)
+    ]
+    mapped = MappedFiles()
+    for record, slot in frozen:
+        source = mapped.find(slot.param.data) if slot.param.dtype == record.dtype else None
+        # Of another drive nobody has said that it is as fast, nor one of several as they are together.
+        if source is not None and (is_asked or drives == {source.file.status.st_dev}):
+            slot.source = source
+    lacking = torch.tensor([slot.source is None for _, slot in frozen], dtype=torch.uint8, device="cpu")
+    group.control.all_reduce(lacking, "the parameters that lie in files", largest=True)
+    for (_, slot), is_lacking in zip(frozen, lacking.tolist(), strict=True):
+        slot.source = None if is_lacking else slot.source
+
+
 def plan_cut(
     cut: UnitCut,
     config: OffloadConfig,
@@ -140,7 +170,10 @@ def plan_cut(
         accelerator.asynchronous,
         spec=spec,
         num_checkpointed=num_checkpointed,
-        movable_bytes=sum(host_bytes(slot.param) for record in cut.records for slot in record.slots),
+        # What is in a file takes no memory but the page cache's, which is free as it is.
+        movable_bytes=sum(
+            host_bytes(slot.param) for record in cut.records for slot in record.slots if slot.source is None
+        ),
         uses=uses_of(cut),
         group=group,
     )
@@ -162,7 +195,8 @@ def open_store(
 ) -> TieredStore:
     """Take the memory of all tiers, apart from that of activation checkpoints; make the directories of all files."""
     checkpointing = config.activation_checkpoints
-    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier.is_file):
+    has_files = any(plan.placement[record.index, SegmentKind.PARAM].is_file for record in records)
+    if plan.tier_bytes(TierName.NVME) or has_files or (checkpointing and checkpointing.tier.is_file):
         create_nvme_directories(config.nvme_paths)
     of_inputs = plan.inputs.nvme if plan.inputs is not None else 0  # a file of their own
     fetched = plan.inputs.device if plan.inputs is not None else 0  # apart, too
@@ -171,8 +205,10 @@ def open_store(
         sizes=StoreSizes(
             device=plan.tier_bytes(TierName.DEVICE) - fetched,
             host=plan.tier_bytes(TierName.HOST) - (checksum_bytes(of_inputs) if config.aio.checksums else 0),
-            nvme=plan.tier_bytes(TierName.NVME) - of_inputs,
+            # All parameters may lie in other files, which takes the engine that reads them.
+            nvme=max(plan.tier_bytes(TierName.NVME) - of_inputs, ALIGN_BYTES * has_files),
             waiting=file_bytes(slot.param for record in records for slot in record.slots),
+            most_nvme=None if config.budgets.nvme is None else config.budgets.nvme - of_inputs,
         ),
         nvme_paths=config.nvme_paths,
         aio=config.aio,
@@ -186,7 +222,8 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
     for record in records:
         for kind, (dtype, num_elements) in record.layout.items():
             tier = plan.placement[record.index, kind]
-            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
+            parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []
+            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier, parts)
         if record.keeps_whole_params:
             whole = record.segments[SegmentKind.PARAM]
             start, stop = record.shard.kept_range(record.num_trainable)

@@ -26,6 +26,7 @@ from offloadzero.engine.build import (
     ScriptLoop,
     create_segments,
     cut_model,
+    find_sources,
     open_store,
     plan_cut,
 )
@@ -116,6 +117,7 @@ class Runtime:
             keeps_after_step=keeps_after_step,
             may_not_train=_may_not_train(self.records, group_of, is_of_all_trainable=is_of_all_trainable),
         )
+        find_sources(self.records, config, self.group)
         self._original = OriginalForm(self.records)
         self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
         self._is_restored = False
@@ -263,6 +265,12 @@ class Runtime:
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
             lines.append(f"    file engine of parameters and states: {self.store.nvme.description}")
+        if self.store.in_place is not None:
+            in_place = self.store.in_place.num_bytes
+            lines += [
+                f"    {path}  {format_bytes(size)} of frozen weights, in place"
+                for path, size in in_place.items()
+            ]
         for tier, size in (self.activations.reserved() if self.activations is not None else {}).items():
             lines.append(
                 f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far, beside the plan"

@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,9 +36,10 @@ from offloadzero.io import _aio
 from offloadzero.io.engine import AioEngine, AioFile
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.checksums import Checksums, Transfers
+from offloadzero.memory.mapped_files import FileRange, MappedFile
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home, Tier
+from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home, InParts, Part, Tier
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 
@@ -332,9 +334,9 @@ class NvmeTier(Tier):
 
     def _submit(self, verb: str, start: int, data: torch.Tensor, *, priority: int, label: str) -> Ticket:
         """Submit a transfer of bytes from `start` of the striped space on."""
-        submit = self.engine.read if verb == "read" else self.engine.write
         tickets = [
-            submit(
+            self.submit(
+                verb,
                 self._files[piece.file_index].file,
                 data[piece.buffer_offset : piece.buffer_offset + piece.num_bytes],
                 offset=MARK_BYTES + piece.file_offset,
@@ -343,10 +345,17 @@ class NvmeTier(Tier):
             )
             for piece in stripe_pieces(start, data.numel(), len(self._files))
         ]
-        lane = NVME_READ if verb == "read" else NVME_WRITE
-        for ticket in tickets:
-            self._timeline.add_unfinished(lane, label, ticket.times, ticket.num_bytes)
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
+
+    def submit(
+        self, verb: str, file: AioFile, data: torch.Tensor, *, offset: int, priority: int, label: str
+    ) -> Ticket:
+        """Submit the "read" or "write" of a range of any file of this engine."""
+        submit = self.engine.read if verb == "read" else self.engine.write
+        ticket = submit(file, data, offset=offset, priority=priority, label=label)
+        lane = NVME_READ if verb == "read" else NVME_WRITE
+        self._timeline.add_unfinished(lane, label, ticket.times, ticket.num_bytes)
+        return ticket
 
     def _file_place(self, offset: int) -> tuple[str, int]:
         """The path of the file with one byte of the striped space, and the offset in it."""
@@ -365,6 +374,145 @@ class NvmeTier(Tier):
         self._files = []
         for doomed in self._doomed:
             doomed.spare()
+
+
+class _ReadInPlace:
+    """A read from a file of others, which raises AioError if the file is not what it was."""
+
+    def __init__(self, ticket: Ticket, place: FileRange, num_bytes: int, label: str) -> None:
+        self._ticket = ticket
+        self._check = partial(place.file.expect_unchanged, label, place.offset, num_bytes)
+
+    def wait(self) -> None:
+        """Block until the bytes are there."""
+        try:
+            self._ticket.wait()
+        finally:  # of a file that was cut short the read has failed
+            self._check()
+
+    def done(self) -> bool:
+        """Whether the bytes are there."""
+        return self._ticket.done()
+
+
+class InPlaceTier(Tier):
+    """The NVMe tier of parameters that lie in files already: [Note: weights in place] in memory/mapped_files.py.
+
+    A home here is in parts: some are ranges of those files, which are never written, and the others are in the swap
+    files. A part that is written with other values than its file has moves into the swap files, which grow.
+    """
+
+    name = TierName.NVME
+
+    def __init__(self, nvme: NvmeTier, *, budget: int | None) -> None:
+        """Read by the engine of `nvme`, whose files may grow to `budget` bytes."""
+        self._nvme = nvme
+        self._budget = budget
+        self._files: dict[MappedFile, AioFile] = {}
+        self.num_bytes: Counter[str] = Counter()  # by the path of a file: those that are read there
+
+    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Extent:
+        """Allocate a place in the swap files."""
+        return self._nvme.allocate(dtype, num_elements, label)
+
+    def add(
+        self, start: int, num_elements: int, source: FileRange | None, label: str, *, dtype: torch.dtype
+    ) -> Part:
+        """Make one part of a home, from its element `start` on. The `source` has the values; None: they are zeros."""
+        backing: Tier = self._nvme if source is None else self
+        place = source or self.allocate(dtype, num_elements, label)
+        if source is not None:
+            self.num_bytes[source.file.path] += num_elements * dtype.itemsize
+            if source.file not in self._files:
+                opened = self._nvme.engine.open(source.file.open_path, readonly=True, name=source.file.path)
+                self._files[source.file] = opened
+        return Part(
+            start, Home(label=label, dtype=dtype, num_elements=num_elements, backing=backing, place=place)
+        )
+
+    def read(
+        self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+    ) -> Ticket:
+        """Fill `target` (host, contiguous) from element `start` of the home on. Raises AioError."""
+        if isinstance(home.place, FileRange):
+            return self._read_file(home, home.place.behind(start * home.dtype.itemsize), target, priority)
+        tickets, position = [], 0
+        for part, first, stop in _overlaps(home, start, target.numel()):
+            target[position:first].zero_()
+            piece, at = target[first:stop], start + first - part.start
+            tickets.append(part.home.backing.read(part.home, piece, start=at, priority=priority))
+            position = stop
+        target[position:].zero_()
+        return AllOf(tickets)
+
+    def _read_file(self, home: Home, place: FileRange, target: torch.Tensor, priority: int) -> Ticket:
+        ticket = self._nvme.submit(
+            "read",
+            self._files[place.file],
+            target.view(torch.uint8),
+            offset=place.offset,
+            priority=priority,
+            label=home.label,
+        )
+        return _ReadInPlace(ticket, place, target.nbytes, home.label)
+
+    def write(
+        self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+    ) -> Ticket:
+        """Write `source` (host, contiguous) at element `start` of the home; a part in a file is written whole.
+
+        Raises AioError; BudgetError where the swap files cannot grow.
+        """
+        tickets = []
+        for part, first, stop in _overlaps(home, start, source.numel()):
+            piece = source[first:stop]
+            if isinstance(part.home.place, FileRange):
+                if not self._holds(part.home, piece):
+                    self._move(home, part, piece)
+            else:
+                at = start + first - part.start
+                tickets.append(part.home.backing.write(part.home, piece, start=at, priority=priority))
+        return AllOf(tickets)
+
+    def _holds(self, home: Home, values: torch.Tensor) -> bool:
+        """Whether the file has these bits for all of a part."""
+        if values.numel() != home.num_elements:
+            raise AssertionError(
+                f"{home.label}: {values.numel()} of {home.num_elements} elements are written"
+            )
+        present = torch.empty_like(values)
+        self.read(home, present).wait()
+        return torch.equal(present.view(torch.uint8), values.view(torch.uint8))
+
+    def _move(self, home: Home, part: Part, values: torch.Tensor) -> None:
+        """Move a part into the swap files, where it has other values. Its former ones count until those are there."""
+        place, num_bytes = part.home.place, align_up(part.home.num_bytes)
+        wanted = self._nvme.num_bytes + num_bytes
+        if not isinstance(place, FileRange) or not isinstance(home.place, InParts):
+            raise AssertionError(f"{home.label} is in no file")
+        if self._budget is not None and wanted > self._budget:
+            raise BudgetError(
+                f"{part.home.label}: it is read from {place.file.path} and now written, which takes {num_bytes:,} "
+                f"bytes of nvme more: {wanted:,} are needed, offloadzero.budgets.nvme allows {self._budget:,}"
+            )
+        self._nvme.grow(wanted)
+        moved = self.add(part.start, part.home.num_elements, None, part.home.label, dtype=part.home.dtype)
+        moved.home.backing.write(moved.home, values).wait()
+        self.num_bytes[place.file.path] -= part.home.num_bytes
+        home.place.parts[home.place.parts.index(part)] = moved
+
+    def close(self) -> None:
+        """Close the files, when no read of them is submitted any more."""
+        for file in self._files.values():
+            file.close()
+
+
+def _overlaps(home: Home, start: int, num_elements: int) -> Iterator[tuple[Part, int, int]]:
+    """Yield the parts that have some of these elements of a home, and which: counted from `start`."""
+    for part in [*home.parts]:
+        first, stop = max(start, part.start), min(start + num_elements, part.stop)
+        if first < stop:
+            yield part, first - start, stop - start
 
 
 _open_tiers: weakref.WeakSet[NvmeTier] = weakref.WeakSet()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +16,10 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.nvme import NvmeTier
+from offloadzero.memory.mapped_files import FileRange
+from offloadzero.memory.nvme import InPlaceTier, NvmeTier
 from offloadzero.memory.tickets import Failures, Ticket
-from offloadzero.memory.tiers import UPDATE_PRIORITY, DeviceTier, Home, HostTier, Tier
+from offloadzero.memory.tiers import UPDATE_PRIORITY, DeviceTier, Home, HostTier, InParts, Place, Tier
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +38,18 @@ class StoreSizes:
     host: int
     nvme: int
     waiting: Mapping[int, int] = field(default_factory=dict)  # on nvme's drives, by `st_dev`: see `NvmeTier`
+    most_nvme: int | None = (
+        None  # to which nvme may grow when weights in place are written; None: what the drives have
+    )
+
+
+class HomePart(NamedTuple):
+    """Elements of a segment's home that have a place of their own; `source` has their values already."""
+
+    start: int
+    num_elements: int
+    source: FileRange | None
+    label: str
 
 
 class TieredStore:
@@ -63,6 +77,7 @@ class TieredStore:
         # A device may have less than it said: what is made is closed again where a later one fails.
         with ExitStack() as made:
             self.nvme = None
+            self.in_place: InPlaceTier | None = None
             if sizes.nvme:
                 self.nvme = NvmeTier(
                     nvme_paths,
@@ -72,6 +87,7 @@ class TieredStore:
                     waiting=sizes.waiting,
                 )
                 made.callback(self.nvme.close)
+                self.in_place = InPlaceTier(self.nvme, budget=sizes.most_nvme)
             host_bytes = sizes.host - (checksum_bytes(sizes.nvme) if aio.checksums else 0)
             self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
             self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
@@ -97,13 +113,24 @@ class TieredStore:
             self.nvme.register(self.host.buffer[start:stop], may_pin=may_pin)
 
     def create(
-        self, record: str, kind: SegmentKind, dtype: torch.dtype, num_elements: int, tier: TierName
+        self,
+        record: str,
+        kind: SegmentKind,
+        dtype: torch.dtype,
+        num_elements: int,
+        tier: TierName,
+        parts: Sequence[HomePart] = (),
     ) -> Segment:
-        """Reserve a segment's home; it holds zeros."""
+        """Reserve a segment's home; it holds zeros, or where it is in `parts` what their sources have."""
         label = f"{record}.{kind.value}"
-        backing = self.tiers.get(tier)
+        backing = self.in_place if parts else self.tiers.get(tier)
         if backing is None:
             raise AssertionError(f"{label}: no {tier.value} was reserved")
+        place: Place
+        if isinstance(backing, InPlaceTier):
+            place = InParts([backing.add(*part, dtype=dtype) for part in parts])
+        else:
+            place = backing.allocate(dtype, num_elements, label)
         return Segment(
             record=record,
             kind=kind,
@@ -111,13 +138,18 @@ class TieredStore:
             dtype=dtype,
             num_elements=num_elements,
             backing=backing,
-            place=backing.allocate(dtype, num_elements, label),
+            place=place,
         )
 
     def reserve(self, segments: Iterable[Segment], *, waiting: Mapping[int, int]) -> None:
         """Reserve on nvme the homes of `segments`, and the bytes that are no longer `waiting`. Raises BudgetError."""
         if self.nvme is not None:
-            extents = (segment.extent for segment in segments if segment.extent is not None)
+            extents = [
+                part.home.extent
+                for segment in segments
+                for part in segment.parts
+                if part.home.extent is not None
+            ]
             through("nvme.reserve", self.nvme.reserve, self.nvme)(extents, waiting=waiting)
 
     def read(
@@ -143,8 +175,9 @@ class TieredStore:
         self.is_closed = True
         with ExitStack() as ends:  # from the last to the first
             ends.callback(self._unpin)
-            if self.nvme is not None:
+            if self.nvme is not None and self.in_place is not None:
                 ends.callback(self.nvme.close)
+                ends.callback(self.in_place.close)
             ends.callback(self.on_device.close)
 
     def _unpin(self) -> None:

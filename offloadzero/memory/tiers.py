@@ -13,15 +13,17 @@ that would be another way than with any other device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from offloadzero.core.segments import TierName
-from offloadzero.memory.arena import Arena, staggered
+from offloadzero.memory.arena import ALIGN_BYTES, Arena, staggered
 from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
+from offloadzero.memory.mapped_files import FileRange
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 
 # Transfers that the computation waits for overtake those that only have to be home in time.
@@ -37,7 +39,27 @@ class Extent:
     num_bytes: int
 
 
-Place = torch.Tensor | Extent  # typed memory, shape (num_elements,), or a range of the files
+class Part(NamedTuple):
+    """A home of its own for the elements from `start` on of another one."""
+
+    start: int
+    home: Home
+
+    @property
+    def stop(self) -> int:
+        """The element behind the last."""
+        return self.start + self.home.num_elements
+
+
+@dataclass(frozen=True, eq=False)
+class InParts:
+    """Several places of one home, in their order. What lies between them is padding, and reads as zeros."""
+
+    parts: list[Part]
+
+
+# Typed memory, shape (num_elements,); a range of the swap files, or of a file that is not ours; or some of these.
+Place = torch.Tensor | Extent | FileRange | InParts
 
 
 class Tier(Protocol):
@@ -107,14 +129,31 @@ class Home:
     @property
     def memory(self) -> torch.Tensor:
         """The memory of a home in memory, shape (num_elements,)."""
-        if isinstance(self.place, Extent):
+        if not isinstance(self.place, torch.Tensor):
             raise AssertionError(f"{self.label} lives on {self.tier.value}, not in memory")
         return self.place
 
     @property
     def extent(self) -> Extent | None:
-        """The range of the files of a home on file."""
+        """The range of the swap files of a home that is one."""
         return self.place if isinstance(self.place, Extent) else None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The homes that it consists of: itself alone, unless it is in parts."""
+        return self.place.parts if isinstance(self.place, InParts) else (Part(0, self),)
+
+    @cached_property
+    def lead_bytes(self) -> int:
+        """The bytes behind a border of ALIGN_BYTES at which memory for all of it begins best, fewer than those.
+
+        Tensors of a file begin anywhere. Memory that begins as far behind a border as they do gets them without a copy.
+        """
+        for start, home in self.parts:
+            if isinstance(home.place, FileRange):
+                lead = (home.place.offset - start * self.dtype.itemsize) % ALIGN_BYTES
+                return lead - lead % self.dtype.itemsize
+        return 0
 
 
 class DeviceTier(Tier):

@@ -139,7 +139,7 @@ class Fetcher:
         for earlier in after:
             earlier.wait()
         staged.buffer = staging.take(home.num_bytes, label)
-        staged.data = staged.buffer.view(home.dtype, home.num_elements)
+        staged.data = staged.buffer.view(home.dtype, home.num_elements, start_byte=home.lead_bytes)
         return self._store.read(home, staged.data, priority=FETCH_PRIORITY)
 
     def _unstage(self, staging: Staging, staged: Staged, read: Ticket, target: torch.Tensor) -> None:

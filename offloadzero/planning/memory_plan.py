@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 from offloadzero.config import OffloadConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.memory.arena import align_up, staggered
+from offloadzero.memory.arena import ALIGN_BYTES, align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.buffer_bytes import (
@@ -37,6 +37,7 @@ from offloadzero.planning.buffer_bytes import (
 from offloadzero.planning.checkpointed_inputs import INPUT_BYTES_KEY, InputPlan, input_plan
 from offloadzero.planning.placement_rules import Placement, place
 from offloadzero.ranks.shard import divides_params, kept_elements
+from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
 from offloadzero.update.wire_codes import (
@@ -385,7 +386,9 @@ def _add_host_buffers(
     """Size the buffers of the host, fields of a `MemoryPlan`, those for activation checkpoints apart."""
     leaving, grads_have_homes = _leaving(records, placement), keeps_gradients(config)
     from_files = [r for r in _streamed(records, placement) if placement[r.index, SegmentKind.PARAM].is_file]
-    param_staging_bytes = largest_of(r.kept_param_bytes for r in from_files)
+    param_staging_bytes = largest_of(
+        r.kept_param_bytes + (ALIGN_BYTES if param_parts(r) else 0) for r in from_files
+    )
     passing = [r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD].is_file]
     host_grad_bytes = largest_of(grad_home_bytes(r) for r in passing)
     num_host_grads = NUM_PASSING_GRADS if host_grad_bytes else 0
@@ -448,7 +451,13 @@ def _add_homes(
     for record in records:
         layout = record.layout
         for kind, (dtype, num_elements) in layout.items():
-            add(placement[record.index, kind], kind, num_elements * dtype.itemsize)
+            tier = placement[record.index, kind]
+            parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []
+            swapped = (
+                [part.num_elements for part in parts if part.source is None] if parts else [num_elements]
+            )
+            for count in swapped:
+                add(tier, kind, count * dtype.itemsize)
         if record.num_trainable:
             tier = placement[record.index, SegmentKind.GRAD]
             if grads_have_homes or tier.is_device:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.core.segments import SegmentKind
+from offloadzero.memory.mapped_files import FileRange
 
 
 @dataclass(eq=False)
@@ -24,6 +25,7 @@ class ParamSlot:
     group_index: int | None  # of the optimizer's param_groups; None: frozen
     index: int = 0  # in its record's slots
     step: int = 0  # updates so far
+    source: FileRange | None = None  # where the value of a frozen one lies already: [Note: weights in place]
     num_writes: Counter[SegmentKind] = field(default_factory=Counter)  # other than updates
 
     @property

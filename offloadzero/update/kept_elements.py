@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.core.segments import SegmentKind
+from offloadzero.memory.store import HomePart
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record, segment_slice
@@ -24,6 +25,29 @@ class KeptPlace(NamedTuple):
 def kept_place(record: Record, slot: ParamSlot, kind: SegmentKind) -> KeptPlace:
     """The place of the part that this rank keeps of a parameter in one of its segments."""
     return _place_of(record, slot, kind, record.shard)
+
+
+def param_parts(record: Record) -> list[HomePart]:
+    """The parts of a home of parameters on nvme, some of which lie in files: [Note: weights in place].
+
+    Neighbours that do not are one part. Empty where no parameter lies in a file.
+    """
+    if all(slot.source is None for slot in record.slots):
+        return []
+    parts = [HomePart(0, record.kept_trainable, None, record.name)] if record.kept_trainable else []
+    for slot in record.slots:
+        place = kept_place(record, slot, SegmentKind.PARAM)
+        if slot.trainable or not place.num_elements:
+            continue
+        if slot.source is not None:
+            source = slot.source.behind(place.skipped * record.dtype.itemsize)
+            parts.append(HomePart(place.start, place.num_elements, source, slot.name))
+        elif parts and parts[-1].source is None:
+            start = parts.pop().start
+            parts.append(HomePart(start, place.start + place.num_elements - start, None, record.name))
+        else:
+            parts.append(HomePart(place.start, place.num_elements, None, record.name))
+    return parts
 
 
 def kept_parts(

@@ -20,6 +20,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.pages import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.memory.tiers import InParts, Part
 from offloadzero.ranks.group import Group
 from offloadzero.streaming.building.waiting_parameters import bring_home, file_bytes, is_in_parts, take
 from offloadzero.update.flat_layout import ParamSlot
@@ -152,22 +153,33 @@ def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: b
     """Write the module's present values to the record's homes and free them in the module.
 
     fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. Over several ranks
-    those that these have in parts are gathered, and, unless not `agrees`, all become those of the first rank.
+    those that these have in parts are gathered, and, unless not `agrees`, all become those of the first rank. What lies
+    in a file already is not even read, unless there is another rank whose file may have other values.
     """
     channel = None if group.is_alone else group.control
     layout = record.layout
-    param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
+    home = record.param_home
+    is_in_place = group.is_alone and isinstance(home.place, InParts)
+    written = [Part(0, home)]
+    param = torch.empty(record.num_elements, dtype=record.dtype, device="cpu")
+    if is_in_place:
+        written = [part for part in home.parts if part.home.extent is not None]
+        for part in written:
+            param[part.start : part.stop].zero_()
+    else:
+        param.zero_()
     master = None
     if SegmentKind.MASTER in layout:
         master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
     for slot in record.slots:
-        encode(slot, take(slot.param, channel), param, master)
+        if slot.source is None or not is_in_place:
+            encode(slot, take(slot.param, channel), param, master)
         slot.param.data = torch.zeros((), dtype=record.dtype, device="cpu").expand(slot.shape)
     for values in (param, master) if agrees else ():
         if values is not None:
             group.agree(values)
     kept_param = kept_params(record, param)
-    writes: list[Ticket] = [store.write(record.param_home, kept_param)]
+    writes: list[Ticket] = [store.write(part.home, kept_param[part.start : part.stop]) for part in written]
     if master is not None and bool(torch.count_nonzero(master)):
         start, stop = record.shard.kept_range(record.num_trainable)
         writes.append(store.write(record.segments[SegmentKind.MASTER], master[start:stop]))
