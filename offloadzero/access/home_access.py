@@ -143,9 +143,14 @@ class HomeAccess:
         else:
             self.gather(record, slot, segment, target)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank reads now, and the others follow."""
+        return self._announcements.leads
+
     def reads_alone(self, record: Record, segment: Segment) -> bool:
         """Whether a read of a segment needs no call of the other ranks, or they follow this one."""
-        return self._announcements.leads or _is_whole(record, segment)
+        return self.leads or _is_whole(record, segment)
 
     def gather(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         """Fill `target` from the parts of all ranks, which read the same ones: [Note: ranks say what they read]."""

@@ -29,7 +29,7 @@ from torch.storage import TypedStorage
 from offloadzero.access.tensor import RemoteTensor, RemoteValue
 from offloadzero.access.weight_access import WeightAccess
 from offloadzero.core.interrupts import uninterrupted_throughout
-from offloadzero.core.torch_private import rebuild_tensor
+from offloadzero.core.torch_private import NO_GRAPH_TASK, current_graph_task_id, rebuild_tensor
 from offloadzero.errors import StateError
 
 _HOST = torch.device("cpu")
@@ -50,23 +50,37 @@ class HostValue(RemoteValue):
         self._held: Tensor | None = None
         self._held_version: tuple[int, ...] | None = None
         self._follows = True
+        self._read_version: tuple[int, ...] | None = None  # by the last operation outside of a backward
+        self._engine = weights.engine()
         if at_once:
             self.keep()
-        else:
+        elif not weights.homes.leads:  # else the other ranks follow no more when the engine is closed
             weights.in_state_dicts.add(self)
-            self._engine = weights.engine()
 
     @property
     def version(self) -> tuple[int, ...] | None:
         """That of the value."""
         return self._value.version
 
+    @property
+    def value(self) -> RemoteValue:
+        """What it stands for."""
+        return self._value
+
     def is_of(self, value: RemoteValue) -> bool:
         """Whether it is the present value of `value`."""
         return self._value is value and not self._is_stale()
 
     def read(self, *, to_write: bool = False) -> Tensor:
-        """Return the value. Raises StateError where its engine failed."""
+        """Return the value. Raises StateError where its engine failed, and in backward one that has changed since."""
+        version = self.version
+        if current_graph_task_id() == NO_GRAPH_TASK:
+            self._read_version = version
+        elif self._read_version not in (None, version):
+            raise StateError(
+                f"{self.name}: a tensor of {self._taken_with} was updated between its use and the backward pass "
+                "through it: compute with its clone()"
+            )
         if self._follows:
             return self._value.read_to_host()
         return self.memory().clone() if to_write else self.memory()
@@ -94,9 +108,15 @@ class HostValue(RemoteValue):
             self._held_version = version
         return self._held
 
+    @property
+    def held(self) -> Tensor | None:
+        """The memory that `memory()` has returned; None before that."""
+        return self._held
+
     def keep(self) -> None:
         """Have in memory from now on what is the value now."""
         self.memory()
+        self._held_version = self.version  # the read has waited for an update, which is counted then
         self._follows = False
         self._engine = None
 
@@ -119,8 +139,9 @@ class _Storage(torch.UntypedStorage):
     value: HostValue
 
     def data_ptr(self) -> int:
-        """A number that tells which tensors share memory, and is no address of it."""
-        return id(self.value)
+        """The address of the value where it is in memory; else a number that tells which tensors would share it."""
+        held = self.value.held
+        return id(self.value) if held is None else held.data_ptr()
 
     def cpu(self) -> torch.UntypedStorage:
         """Return the bytes: `torch.save` asks for those of one storage after the other."""

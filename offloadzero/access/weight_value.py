@@ -63,23 +63,30 @@ class Weight(RemoteValue):
 class _Kept(RemoteValue):
     """The value that `param.data` had when the parameter was given other memory."""
 
-    version = (-1, 0)
-
-    def __init__(self, weight: Weight, value: Tensor) -> None:
+    def __init__(self, weight: Weight) -> None:
         super().__init__(weight.name, weight.shape, weight.dtype, weight.device)
-        self._tensor = value
+        self._tensor = weight.read(to_write=True).to(
+            "cpu"
+        )  # of a whole model there may be no room on the device
+        self._num_writes = 0
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """A number that no weight has, and that of writes."""
+        return -1, self._num_writes
 
     def read(self, *, to_write: bool = False) -> Tensor:
-        """Return the value."""
-        return self._tensor.clone() if to_write else self._tensor
+        """Return the value on the device."""
+        return self._tensor.to(self.device, copy=to_write)
 
     def read_to_host(self) -> Tensor:
         """Return a copy of the value."""
-        return self._tensor.to("cpu", copy=True)
+        return self._tensor.clone()
 
     def write(self, value: Tensor) -> None:
         """Replace the value."""
-        self._tensor = value
+        self._tensor = value.to("cpu")
+        self._num_writes += 1
 
 
 class Look(RemoteValue):
@@ -122,7 +129,7 @@ class Alias(Look):
 
     def keep(self, weight: Weight) -> None:
         """Have the present value of `weight` from now on, whatever it becomes."""
-        self._value = _Kept(weight, weight.read(to_write=True))
+        self._value = _Kept(weight)
 
 
 class Counted(Look):

@@ -12,7 +12,7 @@ import torch
 
 from offloadzero.access.home_access import are_codes_of, expect_codes
 from offloadzero.access.weight_access import WeightAccess
-from offloadzero.api.optimizer_states import step_count
+from offloadzero.api.optimizer_states import stands_for_another, step_count
 from offloadzero.arithmetic.device_math import join_master
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
@@ -124,7 +124,9 @@ def _options(
     return copy.deepcopy(options)
 
 
-def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _SlotLoad:
+def _planned(record: Record, slot: ParamSlot, given: Mapping[str, Any]) -> _SlotLoad:
+    # States of another parameter here may be written before they are read: two that have traded places, say.
+    values = {key: value.read() if stands_for_another(value, slot) else value for key, value in given.items()}
     if all(value is None for key, value in values.items() if key != "master"):
         master = {key: value for key, value in values.items() if key == "master" and value is not None}
         if master:

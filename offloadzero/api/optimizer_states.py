@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offloadzero.access.state_dict import state_tensor
+from offloadzero.access.state_dict import HostValue, StateTensor, state_tensor
 from offloadzero.access.tensor import RemoteValue
 from offloadzero.access.weight_access import WeightAccess
 from offloadzero.core.segments import SegmentKind
@@ -40,39 +40,49 @@ class _State(RemoteValue):
         )
         self._weights = weights
         self._record = record
-        self._slot = slot
+        self.slot = slot
         self.key = key
 
     @property
     def version(self) -> tuple[int, ...]:
         """Numbers that differ after each change of this value."""
-        slot = self._slot  # whose master is written whenever it is
-        kind = SegmentKind.PARAM if self.key == "master" else SegmentKind(self.key)
-        return self._weights.num_updates(self._record), slot.step, slot.num_writes[kind]
+        slot = self.slot  # whose master is written whenever it is
+        kinds = [SegmentKind.PARAM if self.key == "master" else SegmentKind(self.key)]
+        if self.key not in ("master", "step", *self._record.spec.states):  # codes, of which states are made
+            kinds = [*self._record.spec.states, SegmentKind.SCALES]
+        writes = sum(slot.num_writes[kind] for kind in kinds)
+        return self._weights.num_updates(self._record), slot.step, writes
 
     def read_to_host(self) -> torch.Tensor:
         """Read the value from its home."""
         if self.key == "step":
-            return torch.tensor(float(self._weights.homes.read_step(self._record, self._slot)), device="cpu")
+            return torch.tensor(float(self._weights.homes.read_step(self._record, self.slot)), device="cpu")
         if self.key == "master":
-            return self._weights.read_master(self._record, self._slot)
+            return self._weights.read_master(self._record, self.slot)
         if self.key in self._record.spec.states:
-            return self._weights.states.read(self._record, self._slot, SegmentKind(self.key))
-        return self._weights.states.read_codes(self._record, self._slot)[self.key]
+            return self._weights.states.read(self._record, self.slot, SegmentKind(self.key))
+        return self._weights.states.read_codes(self._record, self.slot)[self.key]
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
         if self.key == "step":
-            self._weights.homes.write_step(self._record, self._slot, step_count(self.name, value))
+            self._weights.homes.write_step(self._record, self.slot, step_count(self.name, value))
         elif self.key == "master":
-            self._weights.write(self._record, self._slot, value)
+            self._weights.write(self._record, self.slot, value)
         elif self.key in self._record.spec.states:
-            self._weights.states.write(self._record, self._slot, SegmentKind(self.key), value)
+            self._weights.states.write(self._record, self.slot, SegmentKind(self.key), value)
         else:
             raise StateError(
                 f"{self.name}: the codes of the compact layout are not to be written: write "
                 f"{' or '.join(self._record.spec.states)}, whose codes they are"
             )
+
+
+def stands_for_another(value: object, slot: ParamSlot) -> bool:
+    """Whether a value of a state dict is read from the states of another parameter than that of `slot`."""
+    source = value.source if isinstance(value, StateTensor) else None
+    state = source.value if isinstance(source, HostValue) else None
+    return isinstance(state, _State) and state.slot is not slot
 
 
 def step_count(name: str, value: Any) -> int:

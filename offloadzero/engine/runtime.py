@@ -12,6 +12,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -351,7 +352,10 @@ class Runtime:
             if self.failures.first is None and lost is None:
                 self.changes.wait_updates()
                 for value in list(self.weights.in_state_dicts):
-                    value.keep()
+                    with suppress(
+                        StateError
+                    ):  # between backward and its step, say: then it has no value any more
+                        value.keep()
                 self.clock.settle(wait=True)
             elif lost is not None and _script_error() is None and not self.changes.is_updated():
                 self.failures.record(lost)

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 import offloadzero
 from offloadzero.access.home_access import HomeAccess
 from offloadzero.engine.lifetime import EngineState, wait_for_collected
-from tests.support.tiny import make_engine, settings, train
+from offloadzero.errors import ConfigError, StateError
+from tests.support.tiny import make_engine, settings, tokens, train
 
 
 class Reads:
@@ -166,3 +167,60 @@ def test_a_dict_holds_its_engine(tmp_path: Path) -> None:
     gc.collect()
     wait_for_collected()
     assert not list(tmp_path.glob("*.bin"))
+
+
+def test_a_use_before_an_update_has_no_backward_after_it(engine: offloadzero.Engine) -> None:
+    """The graph has no copy of the value: a wrong gradient would come of the new one."""
+    value = engine.module.state_dict()["blocks.0.up.weight"]
+    other = torch.ones(value.shape, dtype=value.dtype, requires_grad=True)
+    (other * value).sum().backward()
+    assert torch.equal(other.grad, value.clone())
+    loss = (other * value).sum()
+    train(engine, num_steps=1)
+    with pytest.raises(
+        StateError, match=r"blocks\.0\.up\.weight: a tensor of state_dict\(\) was updated between"
+    ):
+        loss.backward()
+
+
+def test_states_that_trade_places_are_loaded_as_torchs(engine: offloadzero.Engine) -> None:
+    state_dict = engine.optimizer.state_dict()
+    states, expected = state_dict["state"], copy.deepcopy(state_dict["state"])
+    one, other = [number for number, state in states.items() if state["exp_avg"].shape == torch.Size([145])][
+        :2
+    ]
+    states[one], states[other] = states[other], states[one]
+    engine.optimizer.load_state_dict(state_dict)
+    now = engine.optimizer.state_dict()["state"]
+    for key in ("exp_avg", "exp_avg_sq", "master"):
+        assert torch.equal(now[one][key], expected[other][key])
+        assert torch.equal(now[other][key], expected[one][key])
+
+
+def test_tied_weights_go_through_save_model(engine: offloadzero.Engine, tmp_path: Path) -> None:
+    save_model(engine.module, str(tmp_path / "file.safetensors"))
+    loaded = load_file(tmp_path / "file.safetensors")
+    values = engine.module.state_dict()
+    assert loaded.keys() in (values.keys() - {"head.weight"}, values.keys() - {"emb.weight"})
+    assert all(torch.equal(values[name], value) for name, value in loaded.items())
+
+
+def test_memory_that_was_asked_for_follows_every_write(engine: offloadzero.Engine, tmp_path: Path) -> None:
+    state = engine.optimizer.state_dict()["state"][0]
+    state["step"].data_ptr()
+    with pytest.raises(ConfigError, match="a whole number of steps"):
+        state["step"].fill_(1.5)
+    state["exp_avg"].data_ptr()
+    engine.optimizer.state_dict()["state"][0]["exp_avg"].fill_(0.25)
+    save_file({key: state[key] for key in ("step", "exp_avg")}, tmp_path / "file.safetensors")
+    loaded = load_file(tmp_path / "file.safetensors")
+    assert float(loaded["step"]) == 1.0
+    assert bool((loaded["exp_avg"] == 0.25).all())
+
+
+def test_an_engine_closes_between_backward_and_its_step(engine: offloadzero.Engine) -> None:
+    state = engine.module.state_dict()
+    engine.backward(engine(tokens(3)))
+    engine.close()
+    with pytest.raises(StateError, match="after the step already"):
+        state["blocks.0.up.weight"].clone()

@@ -283,7 +283,11 @@ def test_what_is_told_of_an_error_has_the_reason_of_nccl(text: str, line: str) -
 def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set of them has another order on each rank."""
     closed: list[int] = []
-    engines = [SimpleNamespace(number=n, close=functools.partial(closed.append, n)) for n in (2, 0, 1)]
+    weights = SimpleNamespace(in_state_dicts=set())
+    engines = [
+        SimpleNamespace(number=n, close=functools.partial(closed.append, n), weights=weights)
+        for n in (2, 0, 1)
+    ]
     monkeypatch.setattr(runtime, "_live", engines)
     runtime._close_at_exit()
     assert closed == [0, 1, 2]

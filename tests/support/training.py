@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,14 +114,8 @@ class Outcome:
 def snapshot(engine: offloadzero.Engine, losses: Sequence[float]) -> Outcome:
     """The present state of a run, copied."""
     with _segments_read_once(engine.optimizer.runtime.weights.homes):
-        named, numbered = engine.module.state_dict(), engine.optimizer.state_dict()["state"]
-    # Plain tensors: each operation on those that write through takes several times as long.
-    with torch._C.DisableTorchFunctionSubclass():
-        weights = {name: value.as_subclass(Tensor).clone() for name, value in named.items()}
-        states = {
-            number: {key: value.as_subclass(Tensor) for key, value in state.items()}
-            for number, state in numbered.items()
-        }
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        states = copy.deepcopy(dict(engine.optimizer.state_dict()["state"]))
     norm = engine.get_global_grad_norm() if engine.global_steps else None
     return Outcome(list(losses), weights, states, norm)
 
