@@ -128,6 +128,14 @@ int64_t File::num_bytes() const {
     return status.st_size;
 }
 
+int64_t File::size_to(int64_t end) {
+    int64_t seen = seen_num_bytes_.load(std::memory_order_relaxed);
+    if (end <= seen) return seen;
+    seen = num_bytes();
+    seen_num_bytes_.store(seen, std::memory_order_relaxed);
+    return seen;
+}
+
 int File::preallocate(int64_t start, int64_t num_bytes) const {
     struct stat status;
     struct statvfs space;

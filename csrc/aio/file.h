@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -49,6 +50,8 @@ class File {
     ino_t inode() const { return inode_; }
 
     int64_t num_bytes() const;  // or -errno
+    // The size, which is looked up where `end` is behind the last one that was seen; or -errno.
+    int64_t size_to(int64_t end);
     // Allocates bytes [start, num_bytes); returns 0 or -errno. The size afterwards is at least num_bytes. In
     // a range that does not begin at 0, nothing may be allocated yet.
     int preallocate(int64_t start, int64_t num_bytes) const;
@@ -76,6 +79,7 @@ class File {
     size_t block_size_ = 0;
     dev_t device_ = 0;
     ino_t inode_ = 0;
+    std::atomic<int64_t> seen_num_bytes_{0};
 };
 
 }  // namespace offloadzero::aio

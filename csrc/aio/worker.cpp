@@ -241,6 +241,12 @@ void Worker::on_result(BlockPtr block, int64_t result) {
     }
     if (result < 0) return finish(std::move(block), static_cast<int>(-result));
     block->num_busy = 0;
+    if (!block->window.is_write) {
+        // A direct read over the file's end has been seen to count bytes behind it.
+        int64_t begin = block->window.offset + static_cast<int64_t>(block->num_done);
+        int64_t size = block->operation->request.file->size_to(begin + result);
+        if (size >= 0) result = std::clamp<int64_t>(size - begin, 0, result);
+    }
     if (block->num_done + static_cast<size_t>(result) < block->window.num_needed)
         return on_short(std::move(block), result);
     block->num_done = block->window.num_needed;
@@ -254,8 +260,6 @@ void Worker::on_short(BlockPtr block, int64_t result) {
     int64_t position = window.offset + static_cast<int64_t>(block->num_done);
     int64_t end = window.is_write ? INT64_MAX : block->operation->request.file->num_bytes();
     if (!window.is_write && (result == 0 || position >= end)) {
-        // A direct read that ends in the file's last sector has been seen to count bytes behind its end.
-        if (position > end) block->num_done = static_cast<size_t>(std::max<int64_t>(end - window.offset, 0));
         if (block->phase == Block::Phase::READ_GRANULE) return append(std::move(block));
         return finish(std::move(block), ENODATA);
     }
