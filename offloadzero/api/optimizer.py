@@ -305,6 +305,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @uninterrupted
     def _apply(self) -> None:
+        self._expect_offloaded()
         through("step.step", self.runtime.coordinator.step)()
         if self._scaled is not None:
             self._scaled.end_step()
@@ -312,6 +313,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for origin in self._origins:
             # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
             origin._opt_called = True  # type: ignore[attr-defined]
+
+    def _expect_offloaded(self) -> None:
+        """Raise StateError where another parameter has taken the place of an offloaded one, and has the gradient."""
+        slots = self.runtime.slots
+        new = [
+            name
+            for name, param in self.runtime.model.named_parameters()
+            if id(param) not in slots and param.grad is not None
+        ]
+        replaced = new and [name for name in new if any(slot.name == name for _, slot in slots.values())]
+        if replaced:
+            raise StateError(
+                f"{', '.join(replaced[:5])} ({len(replaced)} in all): another parameter was put there after offload(), "
+                "by PEFT's load_adapter() in the Trainer's resume, say, and this optimizer does not train it: load "
+                "values into the model as it is, or put offloadzero.integrations' CollectiveSaving before the Trainer"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those of a backward that did not finish; or make them zero.

@@ -31,6 +31,10 @@ class CollectiveSaving:
         if given.save_on_each_node:
             allowed = "False: rank 0 writes what all ranks read"
             raise ConfigError("TrainingArguments.save_on_each_node", True, allowed)
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if given.world_size != ranks:
+            allowed = f"{ranks}, as torch.distributed has: on CPUs, use_cpu=True"
+            raise ConfigError("TrainingArguments.world_size", given.world_size, allowed)
         if (given.bf16 or given.fp16) and getattr(model, ACCELERATE_MARK, False):
             wanted = torch.bfloat16 if given.bf16 else torch.float16
             if all(param.dtype != wanted for param in model.parameters()):
@@ -43,6 +47,12 @@ class CollectiveSaving:
         given = self.optimizer  # type: ignore[attr-defined]
         optimizer = getattr(given, "optimizer", given)
         return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the model, but for adapters, which come with the states: PEFT would put others in their place."""
+        has_adapters = hasattr(self.model if model is None else model, "peft_config")  # type: ignore[attr-defined]
+        if not has_adapters or not (Path(resume_from_checkpoint) / _STATES).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Read on all ranks, and write on the first as the Trainer does."""

@@ -62,8 +62,9 @@ class MappedFile:
             num_bytes=num_bytes,
             errno=errno.ESTALE,
             label=label,
-            detail="the file has been written to since the start of this run, which reads frozen weights from it: "
-            'leave it alone, or set "offloadzero": {"frozen_weights": "copy"}',
+            detail="the file has been written to, or touched, since the start of this run, which reads frozen weights "
+            'from it: leave it alone, or set "offloadzero": {"frozen_weights": "copy"}. What is trained is as it was: '
+            "save_checkpoint(exclude_frozen_parameters=True) saves it, and PEFT's save_pretrained() adapters",
         )
 
 

@@ -270,8 +270,12 @@ class NvmeTier(Tier):
 
     def grow(self, num_bytes: int) -> None:
         """Reserve `num_bytes` in all; the extents keep their data. Raises like the constructor."""
-        self.num_bytes = align_up(num_bytes)
-        self._preallocate(_NOTHING)
+        before, self.num_bytes = self.num_bytes, align_up(num_bytes)
+        try:
+            self._preallocate(_NOTHING)
+        except BaseException:
+            self.num_bytes = before
+            raise
         if self._checksums is not None:
             self._checksums.grow(self.num_bytes)
 

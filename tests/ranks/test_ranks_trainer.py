@@ -264,7 +264,7 @@ def of_two_ranks(directory: Path, what: str) -> dict[str, Any]:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     assert run.returncode == 0, run.stderr

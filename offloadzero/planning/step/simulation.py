@@ -472,7 +472,10 @@ class StepTasks:
             for queue in (READS_OF_STATES, STATES_OUT)
             if seconds.get(queue.lane)
         ]
-        task = self.tasks.add(UPDATES, update_s, [ready, *reads], name)
+        queue = (
+            DEVICE_UPDATES if update_s and not seconds.get(UPDATE) else UPDATES
+        )  # whole matrices: on the device
+        task = self.tasks.add(queue, update_s, [ready, *reads], name)
         writes = [
             self.tasks.add(queue, seconds[queue.lane], [task], name)
             for queue in (WRITES_OF_STATES, STATES_IN)
