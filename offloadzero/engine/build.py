@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,8 @@ from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec
+
+log = logging.getLogger("offloadzero")
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,13 @@ def find_sources(records: Sequence[Record], config: OffloadConfig, group: Group)
     group.control.all_reduce(lacking, "the parameters that lie in files", largest=True)
     for (_, slot), is_lacking in zip(frozen, lacking.tolist(), strict=True):
         slot.source = None if is_lacking else slot.source
+    copied = [slot.name for _, slot in frozen if slot.source is None]
+    if is_asked and copied:
+        log.warning(
+            'offloadzero.frozen_weights is "in_place", and %d of %d frozen parameters are copied (%s): their memory is '
+            "no file that is mapped on this filesystem, in the dtype that is trained in, and unwritten",
+            len(copied), len(frozen), ", ".join(copied[:3]),
+        )  # fmt: skip
 
 
 def plan_cut(

@@ -177,6 +177,15 @@ def test_python_launches_ahead_of_a_device_and_takes_turns_with_a_cpu() -> None:
     assert seconds(work, forward_s=2.0, backward_s=2.0, launch_s=0.1, num_cores=2) == pytest.approx(4.4)
 
 
+def test_matrices_that_are_updated_whole_are_so_on_the_device() -> None:
+    """From host memory, of a model with nothing else: the lane of the host's updates has no rate then."""
+    work = stack([on_host(0.0, update={D2H: 0.5, H2D: 0.5, DEVICE_UPDATE: 2.0})] * 2, leases=2)
+    rates = {lane: rate for lane, rate in SECONDS.bytes_per_s.items() if lane != UPDATE}
+    found = simulate_step(work, replace(SECONDS, bytes_per_s=rates, num_cores=4, holds={UPDATE: 1.0}))
+    assert found.busy_s[DEVICE_UPDATE] >= 4  # beside copies, which share the cores
+    assert UPDATE not in found.busy_s
+
+
 def test_lanes_share_the_cores_and_the_drive() -> None:
     """Update and computation want all cores; reads and writes want the one drive."""
     work = stack([on_host(0.0, update={UPDATE: 2.0})] * 2, leases=2)
