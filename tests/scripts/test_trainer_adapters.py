@@ -1,0 +1,81 @@
+"""Adapters that the Trainer of transformers resumes: the ones that are trained, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadzero
+from offloadzero.errors import ConfigError, StateError
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "offloadzero": {"device": "cpu", "placement": "host"},
+}
+
+
+def train(directory: Path, num_steps: int, *, collective: bool = True, resumes: bool = False) -> Any:
+    """Train adapters of a new model, with a checkpoint at the second step. Returns the adapters."""
+    from offloadzero.integrations.transformers import CollectiveSaving
+
+    bases: tuple[type, ...] = (CollectiveSaving, transformers.Trainer)
+    kind = type("Trainer", bases if collective else bases[1:], {})
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
+    )
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(shape).to(torch.bfloat16),
+        peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    model, optimizer = offloadzero.offload(model, torch.optim.AdamW(trained, lr=1e-2), CONFIG)
+    rows = [{"input_ids": list(range(n, n + 12)), "labels": list(range(n, n + 12))} for n in range(16)]
+    args = transformers.TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=2, max_steps=num_steps, save_steps=2,
+        lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    try:
+        trainer = kind(model=model, args=args, train_dataset=rows, optimizers=(optimizer, None))
+        trainer.train(resume_from_checkpoint=resumes)
+        return {name: param.detach().clone() for name, param in model.named_parameters() if "lora" in name}
+    finally:
+        optimizer.close()
+
+
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 4)
+    train(tmp_path / "resumed", 2)
+    resumed = train(tmp_path / "resumed", 4, resumes=True)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], value) for name, value in resumed.items())
+
+
+def test_adapters_that_are_put_in_the_place_of_trained_ones_are_an_error(tmp_path: Path) -> None:
+    """The Trainer by itself has PEFT load the checkpoint's, in fp32: they would not be trained."""
+    train(tmp_path, 2, collective=False)
+    with pytest.raises(StateError, match=r"lora_A.*another parameter was put there after offload\(\)"):
+        train(tmp_path, 4, collective=False, resumes=True)
+
+
+def test_a_trainer_that_does_not_see_the_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    from offloadzero.integrations.transformers import CollectiveSaving
+
+    class Trainer(CollectiveSaving, transformers.Trainer):
+        pass
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=False, report_to=[])
+    monkeypatch.setattr(type(args), "world_size", 1)
+    with pytest.raises(ConfigError, match=r"TrainingArguments\.world_size.*use_cpu=True"):
+        Trainer(model=torch.nn.Linear(2, 2), args=args)
