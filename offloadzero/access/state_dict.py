@@ -73,17 +73,16 @@ class HostValue(RemoteValue):
 
     def read(self, *, to_write: bool = False) -> Tensor:
         """Return the value. Raises StateError where its engine failed, and in backward one that has changed since."""
-        version = self.version
-        if current_graph_task_id() == NO_GRAPH_TASK:
-            self._read_version = version
-        elif self._read_version not in (None, version):
+        is_in_backward = current_graph_task_id() != NO_GRAPH_TASK
+        if is_in_backward and self._read_version not in (None, self.version):
             raise StateError(
                 f"{self.name}: a tensor of {self._taken_with} was updated between its use and the backward pass "
                 "through it: compute with its clone()"
             )
-        if self._follows:
-            return self._value.read_to_host()
-        return self.memory().clone() if to_write else self.memory()
+        value = self._value.read_to_host() if self._follows else self.memory()
+        if not is_in_backward:
+            self._read_version = self.version  # which counts the update that the read has waited for
+        return value.clone() if to_write and not self._follows else value
 
     @uninterrupted_throughout  # an interrupt must not leave the memory written and the home not
     def write(self, value: Tensor) -> None:
