@@ -61,7 +61,10 @@ class _State(RemoteValue):
             return self._weights.read_master(self._record, self.slot)
         if self.key in self._record.spec.states:
             return self._weights.states.read(self._record, self.slot, SegmentKind(self.key))
-        return self._weights.states.read_codes(self._record, self.slot)[self.key]
+        if self._record.codes is None:
+            raise AssertionError(f"{self.name} is no state")
+        kinds = {name: kind for name, kind, *_ in self._record.codes.specs(self.slot.shape)}
+        return self._weights.homes.read(self._record, self.slot, kinds[self.key]).view(self.shape)
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
