@@ -60,6 +60,7 @@ from offloadzero.checkpoint.partial import (
 from offloadzero.checkpoint.stored_states import read_states, state_names, state_specs
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
+from offloadzero.streaming.building.coded_parameters import is_coded
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -97,8 +98,14 @@ def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> N
 # --- saving ---
 
 
-def _expect_storable(states: States) -> None:
-    """Raise CheckpointError for dtypes and memory of the model that the format cannot keep."""
+def _expect_storable(states: States, *, exclude_frozen: bool, else_save: str) -> None:
+    """Raise CheckpointError for what the format cannot keep of the model; `else_save`: what saves the trained part."""
+    coded = [slot.name for r in states.records for slot in r.slots if is_coded(slot.param)]
+    if coded and not exclude_frozen:
+        raise CheckpointError(
+            f"{coded[0]} and {len(coded) - 1} more parameters are codes, which mean nothing without the scales that "
+            f"their modules keep. The base is where it was loaded from: {else_save} saves what is trained"
+        )
     frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
     expect_known_dtypes(frozen)
     _expect_keepable(persistent_buffers(states.model))
@@ -146,7 +153,9 @@ def save_states(
     expect_same_parameters(states, besides_frozen=exclude_frozen)
     _expect_clear_names(states, exclude_frozen=exclude_frozen)
     _expect_keepable(extra.tensors)
-    _expect_storable(states)
+    _expect_storable(
+        states, exclude_frozen=exclude_frozen, else_save="save_checkpoint(exclude_frozen_parameters=True)"
+    )
     final = directory / tag
     with _named(directory, "nothing was saved, and what was there is as it was"):
         _write(
@@ -292,7 +301,7 @@ def save_weights(states: States, path: Path) -> None:
     if extra:
         warnings.warn(f"{path} is without {', '.join(extra)}: it holds weights only", stacklevel=3)
     expect_same_parameters(states)
-    _expect_storable(states)
+    _expect_storable(states, exclude_frozen=False, else_save="PEFT's save_pretrained()")
     with _named(path.parent, "nothing was saved, and what was there is as it was"):
         _write_weights(states, path)
 

@@ -48,6 +48,7 @@ from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction import Reduction
 from offloadzero.step.script_gradients import GradientWindow
+from offloadzero.streaming.building.coded_parameters import attached_tensors
 from offloadzero.streaming.building.units import UnitCut, cut_units
 from offloadzero.streaming.building.waiting_parameters import file_bytes, host_bytes
 from offloadzero.streaming.coded_gather import CodedGather
@@ -183,6 +184,13 @@ def plan_cut(
         # What is in a file takes no memory but the page cache's, which is free as it is.
         movable_bytes=sum(
             host_bytes(slot.param) for record in cut.records for slot in record.slots if slot.source is None
+        ),
+        arriving_bytes=sum(
+            each.tensor.nbytes
+            for record in cut.records
+            for slot in record.slots
+            for each in attached_tensors(slot.param)
+            if each.tensor.device != accelerator.device
         ),
         uses=uses_of(cut),
         group=group,

@@ -28,6 +28,7 @@ from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
 from offloadzero.planning.step.work import Uses
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
+from offloadzero.streaming.building.coded_parameters import attached_bytes
 from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
@@ -52,7 +53,7 @@ class PlannedModel:
     cut: UnitCut
     plan: MemoryPlan
     checkpointed: tuple[str, ...]  # units that keep only their inputs for backward
-    buffer_bytes: int  # of the model's buffers, which lie on the device beside what is reserved
+    buffer_bytes: int  # of buffers, and of scales of coded weights, which lie on the device beside the plan
     built_bytes: int  # of the parameters in the dtypes in which the script makes them
 
     @property
@@ -103,7 +104,8 @@ class ModelPlanner:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        of_buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        self._buffer_bytes = of_buffers + attached_bytes(model)
         self._built_bytes = sum(param.numel() * param.itemsize for param in model.parameters())
         self._cuts: dict[Hashable, UnitCut] = {}
 

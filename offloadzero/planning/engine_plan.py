@@ -46,15 +46,19 @@ def plan_engine(
     spec: AnySpec,
     num_checkpointed: int,
     movable_bytes: int,
+    arriving_bytes: int,
     uses: Uses,
     group: Group,
 ) -> MemoryPlan:
     """Plan the memory of an engine on this machine.
 
-    `movable_bytes` are those of parameters in host memory, which the arenas replace. Of a `group` it has what the rank
-    with the least memory has. Raises BudgetError: the budgets, or the machine, have too little.
+    `movable_bytes` are those of parameters in host memory, which the arenas replace; `arriving_bytes` of tensors that
+    come to the device beside the plan. Of a `group` it has what the rank with the least memory has. Raises BudgetError:
+    the budgets, or the machine, have too little.
     """
     available = _available(device, movable_bytes=movable_bytes, num_local_ranks=group.local_world_size)
+    if TierName.DEVICE in available:
+        available[TierName.DEVICE] -= arriving_bytes
     # It also waits for all: a rank that looks later would find what others have left.
     available = dict(zip(available, group.least([*available.values()]), strict=True))
     hardware = _measured(config, device) if goes_by_time(config) else None
