@@ -59,17 +59,23 @@ def is_coded(param: nn.Parameter) -> bool:
     return not param.requires_grad and bool(attached_tensors(param))
 
 
+def attached_in(model: nn.Module) -> Iterator[tuple[str, Attached]]:
+    """Yield the tensors beside all coded parameters of the model, in one order on all ranks, with names for errors."""
+    for name, param in model.named_parameters():
+        for each in attached_tensors(param):
+            yield f"{name}.{each.name}", each
+
+
 def attached_bytes(model: nn.Module) -> int:
-    """Return the bytes of the tensors that coded parameters keep beside theirs, on the device as buffers are."""
-    return sum(each.tensor.nbytes for param in model.parameters() for each in attached_tensors(param))
+    """Return the bytes of the tensors beside coded parameters, which lie on the device as buffers do."""
+    return sum(each.tensor.nbytes for _, each in attached_in(model))
 
 
 def move_attached(model: nn.Module, device: torch.device) -> None:
     """Bring the tensors beside coded parameters to the device."""
-    for param in model.parameters():
-        for holder, name, tensor in attached_tensors(param):
-            if tensor.device != device:
-                setattr(holder, name, tensor.to(device))
+    for _, (holder, name, tensor) in attached_in(model):
+        if tensor.device != device:
+            setattr(holder, name, tensor.to(device))
 
 
 _DO = "Load the base in 4 bits by bitsandbytes (load_in_4bit), or without quantisation"
