@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch
 import transformers
 
 import offloadzero
+from offloadzero.config import load_config
+from offloadzero.core.segments import TierName
+from offloadzero.engine.planned_model import plan_model
 from offloadzero.errors import ConfigError
+from offloadzero.planning.model.shapes import read_model
+from offloadzero.streaming.building.coded_parameters import attached_bytes
 from tests.support.mapped import in_place_bytes
 from tests.support.tiny import settings
 from tests.support.training import make_config
@@ -190,3 +196,20 @@ def test_tensors_of_torchao_are_refused_by_name(folder: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"q_proj\.base_layer\.weight = 'Int8Tensor of Linear'.* \(torchao"):
         offloadzero.initialize(model=model, config=make_config("host", tmp_path))
     evaluated(model)  # is as it was
+
+
+@pytest.mark.parametrize("kind", ["nf4", DOUBLED])
+def test_the_plan_knows_the_bytes_of_four_bits(kind: str, folder: Path, tmp_path: Path) -> None:
+    base = load(folder, four_bits(**FOUR_BITS[kind]))
+    base.save_pretrained(tmp_path / "saved")
+    ours = replace(read_model(str(tmp_path / "saved")), adapter_rank=4).on_meta()
+    assert attached_bytes(ours) == attached_bytes(base)
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, adapters)
+    config = settings(tmp_path, placement="host")
+    found = plan_model(ours, load_config(config), available={TierName.HOST: 1 << 40})
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert found.buffer_bytes == buffers + attached_bytes(model)
+    engine = offloadzero.initialize(model=model, config=config)[0]
+    assert found.plan.table() in engine.memory_table()
+    engine.close()
