@@ -526,7 +526,7 @@ class OffloadConfig:
     update: UpdateConfig = own_block(UpdateConfig, "how the optimizer's update runs")
     aio: AioConfig = own_block(AioConfig, "which file engine")
     observe: ObserveConfig = own_block(
-        ObserveConfig, "what of each step is shown and recorded (docs/observe.md)"
+        ObserveConfig, "what of each step is shown and recorded (docs/measuring.md)"
     )
     # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
     max_live_parameters: int | None = None
