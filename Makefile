@@ -99,7 +99,7 @@ docs: $(STAMPS)/dev
 SITE_VENV ?= .site-venv
 
 site: $(SITE_VENV)/made
-	$(SITE_VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build
 
 $(SITE_VENV)/made: docs/site/requirements.txt
 	$(PYTHON) -m venv $(SITE_VENV)

@@ -66,7 +66,8 @@ def initialize(
             get_tensor_model_parallel_rank() and, for stages, get_pipeline_model_parallel_rank().
         mesh_param: refused unless None.
         dist_init_required: True makes torch's process group also where no launcher asks for it.
-        config, config_params: a dict, a path, or an OffloadConfig.
+        config: a dict, a path, or an OffloadConfig.
+        config_params: another name for `config`; two that differ are refused.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None).

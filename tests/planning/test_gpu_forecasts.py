@@ -1,4 +1,4 @@
-"""The forecasts in benchmarks/gpu_forecasts.md for machines that have not been measured are those that `offloadzero plan` gives.
+"""The forecasts of benchmarks/gpu_forecasts.md, for machines that have not been measured, are those of the plan.
 
 A row that differs is printed as it would be now: `pytest tests/planning/test_gpu_forecasts.py` after a change of the
 forecast, of the files in benchmarks/hardware or of an estimate of bytes.
