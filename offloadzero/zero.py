@@ -454,7 +454,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def _located(param: nn.Parameter) -> tuple[Runtime, Record, ParamSlot]:
     runtime = runtime_of(param)
     if runtime is None:
-        raise ConfigError("param", tuple(param.shape), "a parameter of an offloaded model")
+        raise ConfigError("param", tuple(param.shape), "is no parameter of an offloaded model")
     return (runtime, *runtime.slots[id(param)])
 
 

@@ -180,8 +180,8 @@ class Engine:
     def _expect_optimizer(self, call: str) -> OffloadedOptimizer:
         if self.optimizer is None:
             raise StateError(
-                f"engine.{call}(): the engine has no optimizer and only evaluates: give initialize() one, or name one "
-                "in the config"
+                f"engine.{call}(): the engine has no optimizer, so it only evaluates: pass one to initialize(), or "
+                "name one in the configuration"
             )
         return self.optimizer
 

@@ -131,7 +131,7 @@ def _make_engine(
 ) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Make the four things that `initialize()` returns."""
     if model is None:
-        raise ConfigError("model", None, "an nn.Module")
+        raise ConfigError("model", None, "pass an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
     settings = _settled(settings, optimizer, lr_scheduler)

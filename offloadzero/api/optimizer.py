@@ -95,7 +95,7 @@ def _offload(
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=3)
     if isinstance(optimizer, OffloadedOptimizer):
-        raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
+        raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already: pass a new optimizer")
     expect_no_dtensors(model)
     origins = check_optimizers(optimizer, settings)
     kept = with_kept_gradients(settings)
@@ -144,7 +144,7 @@ def _refuse_step(
     if successor() is None or isinstance(origin, OffloadedOptimizer):
         return
     raise StateError(
-        f"step() of the {type(origin).__name__} whose states were offloaded: call step() of what offload() or "
+        f"the states of this {type(origin).__name__} were offloaded: call step() of the optimizer that offload() or "
         "initialize() returned"
     )
 
@@ -353,7 +353,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being made; StateError afterwards, as the units are laid out once."""
         if hasattr(self, "runtime"):
-            raise StateError("add_param_group after offload(): add the group before")
+            raise StateError("add_param_group() after offload(): add the group to the optimizer before")
         add_param_group(self, param_group)
 
     # --- what happened ---
