@@ -249,7 +249,7 @@ def _read(path: Path, models: Sequence[TorchFile], optimizers: Sequence[TorchFil
     paddings = saved[0].get("param_alignment_paddings")
     places = list(_places_in_ranks(shapes, ranks) if in_parts else _places_in_groups(shapes, paddings, ranks))
     trained = {place.name: place.tensor(ranks, _MASTER, place.name) for place in places}
-    spec, left_out = _spec(ranks)
+    spec, left_out = _spec(ranks, values["ds_config"])
     meta, also_left_out = _meta(values, saved[0], base, spec, len(shapes))
     steps: dict[str, int] = {}
     states: dict[str, Sequence[FileTensor]] = {}
@@ -282,13 +282,16 @@ def _expect_all_ranks(path: Path, partition_count: Any, num_ranks: int, num_mode
         )
 
 
-def _spec(ranks: Sequence[_Rank]) -> tuple[AnySpec | None, list[str]]:
-    """Return the optimizer whose states each rank has; or None, and the names of states that none here has."""
+def _spec(ranks: Sequence[_Rank], config: Mapping[str, Any]) -> tuple[AnySpec | None, list[str]]:
+    """Return the optimizer whose states each rank has, and the names of the others; None: none here has them.
+
+    Its type in the configuration decides, if that has one: DeepSpeed's Lion keeps Adam's second moments, unused.
+    """
     kinds = set.intersection(*(set(rank.flats) for rank in ranks)) - {_MASTER}
-    for spec in SPECS:
-        if kinds and kinds == set(spec.states):
-            return spec, []
-    return None, sorted(kinds)
+    kind = (config.get("optimizer") or {}).get("type")
+    found = [spec for spec in SPECS if kind in spec.types and kinds >= set(spec.states)]
+    found += [spec for spec in SPECS if kinds == set(spec.states)]
+    return (found[0], sorted(kinds - set(found[0].states))) if found else (None, sorted(kinds))
 
 
 def _meta(
@@ -301,6 +304,8 @@ def _meta(
     ]
     client = {key: value for key, value in values.items() if key not in _OWN_KEYS}
     unkept = [f"client_state[{key!r}]" for key, value in client.items() if not _is_plain(value)]
+    if isinstance(saved[base], list):
+        unkept.append("param_groups, which an elastic_checkpoint is without")
     schedule = values["lr_scheduler"]
     if not _is_plain(schedule):
         unkept.append("lr_scheduler")
