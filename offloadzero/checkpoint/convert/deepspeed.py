@@ -194,7 +194,7 @@ class _Place:
 
 
 def _places_in_groups(
-    shapes: Sequence[Mapping[str, torch.Size]], paddings: Any, ranks: Sequence[_Rank]
+    path: Path, shapes: Sequence[Mapping[str, torch.Size]], paddings: Any, ranks: Sequence[_Rank]
 ) -> Iterator[_Place]:
     """Yield the places under stages 1 and 2. CheckpointError where groups are longer than their parameters."""
     for group, of_group in enumerate(shapes):
@@ -207,10 +207,12 @@ def _places_in_groups(
         # The end is padded to a multiple of twice the ranks, or is not, or is in part.
         align = 2 * len(ranks)
         if -(-start // align) != -(-total // align):
-            raise CheckpointError(f"group {group} has {total} elements, and its parameters {start}")
+            raise CheckpointError(f"{path}: group {group} has {total} elements, and its parameters {start}")
 
 
-def _places_in_ranks(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[_Rank]) -> Iterator[_Place]:
+def _places_in_ranks(
+    path: Path, shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence[_Rank]
+) -> Iterator[_Place]:
     """Yield the places under stage 3. CheckpointError where ranks have other lengths than their parameters' parts."""
     ends = list(accumulate(flat.num_elements for flat in ranks[0].flats[_MASTER]))
     start = 0
@@ -227,7 +229,7 @@ def _places_in_ranks(shapes: Sequence[Mapping[str, torch.Size]], ranks: Sequence
         total = sum(flat.num_elements for flat in of_rank.flats[_MASTER])
         if total != start:
             raise CheckpointError(
-                f"rank {rank} has {total} elements, and its parts of the parameters {start}"
+                f"{path}: rank {rank} has {total} elements, and its parts of the parameters {start}"
             )
 
 
@@ -247,7 +249,11 @@ def _read(path: Path, models: Sequence[TorchFile], optimizers: Sequence[TorchFil
     _expect_all_ranks(path, saved[0]["partition_count"], len(ranks), len(models) if in_parts else None)
     shapes = values["param_shapes"]
     paddings = saved[0].get("param_alignment_paddings")
-    places = list(_places_in_ranks(shapes, ranks) if in_parts else _places_in_groups(shapes, paddings, ranks))
+    places = list(
+        _places_in_ranks(path, shapes, ranks)
+        if in_parts
+        else _places_in_groups(path, shapes, paddings, ranks)
+    )
     trained = {place.name: place.tensor(ranks, _MASTER, place.name) for place in places}
     spec, left_out = _spec(ranks, values["ds_config"])
     meta, also_left_out = _meta(values, saved[0], base, spec, len(shapes))

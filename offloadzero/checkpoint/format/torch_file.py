@@ -225,8 +225,7 @@ class TorchFile:
         except Exception as error:
             if is_interrupt(error):
                 raise
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"{path}: not a whole file of torch.save(): {reason}") from error
+            raise CheckpointError(f"{path}: not a whole file of torch.save(): {_reason(error)}") from error
         if damaged:
             raise CheckpointError(f"{path} is damaged: {damaged} is not what was written")
         self._mapped = MappedFiles()
@@ -239,6 +238,13 @@ class TorchFile:
         if offset is None:
             raise CheckpointError(f"{self.path}: {name} is not mapped from it")
         return FileExtent(self.path, offset, tensor.nbytes)
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of torch's says beside its advice."""
+    advice = ("Weights only load failed", "Check the documentation")
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(advice)]
+    return lines[0].rpartition("WeightsUnpickler error: ")[2].strip() if lines else type(error).__name__
 
 
 def _load(path: Path) -> Any:
