@@ -78,10 +78,15 @@ def run(args: argparse.Namespace) -> int:
         what = f'load_checkpoint("{destination}"' + (")" if model.states else ", load_module_only=True)")
         written = f"{destination / tag}: engine.{what}"
     else:
-        entries = folder.entries_of_folder(model, _DTYPES[args.dtype or SAVED])
-        with ProgressBar(sum(entry.num_bytes for entry in entries)) as bar:
+        dtype = _DTYPES[args.dtype or SAVED]
+        with ProgressBar(folder.bytes_of_folder(model, dtype)) as bar:
             folder.write_folder(
-                entries, destination, max_shard_bytes=max_shard_bytes, carried=carried, on_bytes=bar.add
+                model,
+                destination,
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                carried=carried,
+                on_bytes=bar.add,
             )
         written = f"{destination}: weights" + (f" and {len(carried)} files of {args.like}" if carried else "")
     print_lines([f"{written} ({time.monotonic() - started_s:.1f} s)"])
@@ -99,12 +104,12 @@ def _read(source: Path) -> tuple[str, StoredModel]:
         raise ConfigError("SRC", str(source), "a directory that is there")
     if deepspeed.is_deepspeed(source):
         return "", deepspeed.read_deepspeed(source)
-    if (source / META).exists():
-        return CHECKPOINT, stored_model.read_checkpoint(open_checkpoint(source))
     if (source / LATEST).exists() and deepspeed.is_deepspeed(tagged := source / read_latest(source)):
         return "", deepspeed.read_deepspeed(tagged)
     if folder.is_folder(source):
         return FOLDER, folder.read_folder(source)
+    if (source / META).exists():
+        return CHECKPOINT, stored_model.read_checkpoint(open_checkpoint(source))
     expect_parts(source, None, 1)
     found = find_checkpoint(source, None)
     if found is None:

@@ -32,9 +32,10 @@ import torch
 
 from offloadzero.checkpoint.convert.stored_model import StoredModel
 from offloadzero.checkpoint.format.file_tensor import FileExtent, FileTensor
-from offloadzero.checkpoint.format.json_file import encode_plain
+from offloadzero.checkpoint.format.json_file import encode_plain, plain_scalar
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta
 from offloadzero.checkpoint.format.torch_file import Foreign, TorchFile
+from offloadzero.checkpoint.verify import OpenDirectory
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.update.spec import AnySpec
 from offloadzero.update.specs import SPECS
@@ -78,7 +79,7 @@ def read_deepspeed(path: Path) -> StoredModel:
     models, optimizers = _files(path)
     try:
         return _read(path, models, optimizers)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -92,7 +93,10 @@ def _files(path: Path) -> tuple[list[TorchFile], list[TorchFile]]:
     for name in sorted(os.listdir(path)):
         match = _FILE.fullmatch(name)
         if match is not None:
-            ranks[match["kind"]][int(match["rank"] or 0)] = path / name
+            files, rank = ranks[match["kind"]], int(match["rank"] or 0)
+            if rank in files:
+                raise CheckpointError(f"{path} has the files of two saves: {files[rank].name} and {name}")
+            files[rank] = path / name
         elif name.endswith("_states.pt"):
             raise CheckpointError(
                 f"{path / name} is of a model in parts (tensor, pipeline or expert parallel): those are not converted"
@@ -173,12 +177,13 @@ def _cut(flats: Sequence[_Flat], start: int, num_elements: int) -> Iterator[File
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter's elements lie: in ranges of the groups `groups` of ranks, or of one rank's."""
+    """Where a parameter's elements lie: in ranges of flat tensors that are taken one after another."""
 
     name: str
     shape: torch.Size
     group: int  # whose step count it has
-    ranges: Sequence[tuple[Sequence[tuple[int, int]], int, int]]  # ((rank, group), ...), start, elements
+    # The flat tensors by (rank, group), the first element in them, and how many.
+    ranges: Sequence[tuple[Sequence[tuple[int, int]], int, int]]
 
     def tensor(self, ranks: Sequence[_Rank], kind: str, name: str) -> FileTensor:
         extents: list[FileExtent] = []
@@ -197,6 +202,8 @@ def _places_in_groups(
     path: Path, shapes: Sequence[Mapping[str, torch.Size]], paddings: Any, ranks: Sequence[_Rank]
 ) -> Iterator[_Place]:
     """Yield the places under stages 1 and 2. CheckpointError where groups are longer than their parameters."""
+    if any(len(rank.flats[_MASTER]) != len(shapes) for rank in ranks):
+        raise CheckpointError(f"{path}: the parameters are of {len(shapes)} groups, and the states of others")
     for group, of_group in enumerate(shapes):
         start = 0
         flats = [(rank, group) for rank in range(len(ranks))]
@@ -223,7 +230,7 @@ def _places_in_ranks(
         ranges = [
             ([(rank, group) for group in range(len(ends))], start, parts[rank]) for rank in range(len(ranks))
         ]
-        yield _Place(name, shape, next(i for i, end in enumerate(ends) if start < end or not part), ranges)
+        yield _Place(name, shape, next((i for i, end in enumerate(ends) if start < end), 0), ranges)
         start += part
     for rank, of_rank in enumerate(ranks):
         total = sum(flat.num_elements for flat in of_rank.flats[_MASTER])
@@ -268,8 +275,8 @@ def _read(path: Path, models: Sequence[TorchFile], optimizers: Sequence[TorchFil
     frozen = _frozen_parts(models) if in_parts else _frozen_whole(models[0], trained)
     stage = "3" if in_parts else "1 or 2"
     return StoredModel(
-        description=f"a checkpoint of DeepSpeed's ZeRO stage {stage}, of {len(ranks)} ranks, at step "
-        f"{meta.global_steps}",
+        description=f"a checkpoint of DeepSpeed's ZeRO stage {stage} at step {meta.global_steps}, ranks: {len(ranks)}",
+        directory=OpenDirectory(path),
         tag=path.name,
         meta=replace(meta, steps=steps),
         weights={**trained, **frozen},
@@ -306,7 +313,8 @@ def _meta(
     """Return counters, groups, schedule and client state; and the names of what cannot be kept without pickle."""
     groups = saved[base]["param_groups"] if isinstance(saved[base], dict) else [{}] * num_groups
     groups = [
-        {key: value for key, value in group.items() if key not in ("params", "step")} for group in groups
+        {key: value for key, value in group.items() if key not in ("params", "step") and _is_plain(value)}
+        for group in groups
     ]
     client = {key: value for key, value in values.items() if key not in _OWN_KEYS}
     unkept = [f"client_state[{key!r}]" for key, value in client.items() if not _is_plain(value)]
@@ -320,7 +328,7 @@ def _meta(
         micro_steps=0,  # as after DeepSpeed's own load
         skipped_steps=int(values["skipped_steps"]),
         param_groups=groups,
-        client_state={key: value for key, value in client.items() if _is_plain(value)},
+        client_state={key: plain_scalar(value) for key, value in client.items() if _is_plain(value)},
         loss_scale=_loss_scale(saved.get("loss_scaler")),
         lr_scheduler=schedule if _is_plain(schedule) else None,
         optimizer="Adam" if spec is None else spec.name,
@@ -330,7 +338,7 @@ def _meta(
 
 def _is_plain(value: Any) -> bool:
     try:
-        encode_plain(value, "")
+        encode_plain(plain_scalar(value), "")
     except ConfigError:
         return False
     return True

@@ -23,6 +23,7 @@ from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.checkpoint.format.names import name_problem
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, SafetensorsWriter
 from offloadzero.checkpoint.partial import new_folder
+from offloadzero.checkpoint.verify import OpenDirectory
 from offloadzero.errors import CheckpointError, ConfigError
 
 WEIGHTS = "model.safetensors"
@@ -49,6 +50,7 @@ def read_folder(path: Path) -> StoredModel:
         weights.update(found)
     return StoredModel(
         description=f"a folder of weights in {len(files)} file{'s' if len(files) > 1 else ''}",
+        directory=OpenDirectory(path),
         tag="global_step0",
         meta=Meta(global_steps=0, micro_steps=0, skipped_steps=0, param_groups=[]),
         weights=weights,
@@ -82,8 +84,12 @@ def files_to_carry(like: Path) -> list[Path]:
     )
 
 
-def entries_of_folder(model: StoredModel, dtype: torch.dtype | None) -> list[Entry]:
-    """Return what a folder gets: weights in `dtype` (None: as they are stored), and buffers as they are."""
+def bytes_of_folder(model: StoredModel, dtype: torch.dtype | None) -> int:
+    """Return the bytes of tensors that `write_folder` writes."""
+    return sum(entry.num_bytes for entry in _entries(model, dtype))
+
+
+def _entries(model: StoredModel, dtype: torch.dtype | None) -> list[Entry]:
     weights = [
         Entry(weight, dtype if dtype is not None and weight.dtype in _ROUNDED else weight.dtype)
         for weight in model.weights.values()
@@ -92,9 +98,23 @@ def entries_of_folder(model: StoredModel, dtype: torch.dtype | None) -> list[Ent
 
 
 def write_folder(
-    entries: Sequence[Entry], path: Path, *, max_shard_bytes: int, carried: Sequence[Path], on_bytes: OnBytes
+    model: StoredModel,
+    path: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    carried: Sequence[Path],
+    on_bytes: OnBytes,
 ) -> None:
-    """Write a folder of weights and the files that it carries along. Raises ConfigError, CheckpointError, AioError."""
+    """Write a folder of weights and the files that it carries along. Raises ConfigError, CheckpointError, AioError.
+
+    Args:
+        dtype: of the weights; None: as they are stored. Buffers are as they are stored.
+        max_shard_bytes: of a file, unless one tensor is larger.
+        carried: files to be copied.
+        on_bytes: is told of what is written.
+    """
+    entries = _entries(model, dtype)
     shards = divided(entries, max_shard_bytes)
     names = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
     with new_folder(path) as folder, HashingPool() as pool:
@@ -110,6 +130,7 @@ def write_folder(
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("rb") as copied:
                 os.fsync(copied.fileno())
+        model.directory.expect_same()
 
 
 def _shard_names(num_shards: int) -> list[str]:

@@ -21,13 +21,13 @@ import torch
 from offloadzero.arithmetic.remainders import REMAINDER_DTYPE, split
 from offloadzero.checkpoint.format.file_tensor import FileExtent, FileTensor
 from offloadzero.checkpoint.format.manifest import HashingPool
-from offloadzero.checkpoint.format.meta import Meta
+from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import BUFFERS, IS_LATEST, tag_problem, unit_file
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorSpec, expect_known_dtypes
 from offloadzero.checkpoint.latest import write_latest
 from offloadzero.checkpoint.partial import new_folder, sync_directory
 from offloadzero.checkpoint.states import CheckpointFiles
-from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
+from offloadzero.checkpoint.verify import Checkpoint, OpenDirectory, StoredTensor
 from offloadzero.errors import CheckpointError
 
 _FILE_BYTES = 1 << 30  # of a checkpoint that is written: as large as a file of a large unit
@@ -42,7 +42,8 @@ class StoredModel:
     A parameter that `states` has is trained: what is stored of it are fp32 masters, or what becomes them exactly.
     """
 
-    description: str  # of the files: "a checkpoint of DeepSpeed's stage 2, of 4 ranks"
+    description: str  # of the files: "a checkpoint of step 3"
+    directory: OpenDirectory  # must be the same one when all is read
     tag: str  # a name for it in a directory of checkpoints
     meta: Meta
     weights: Mapping[str, FileTensor]
@@ -136,7 +137,9 @@ def read_checkpoint(checkpoint: Checkpoint) -> StoredModel:
     checkpoint.directory.expect_same()
     meta = checkpoint.meta
     return StoredModel(
-        description=f"a checkpoint of step {meta.global_steps}",
+        description=f"a checkpoint of step {meta.global_steps}"
+        + ("" if meta.partial_step is None else f", {meta.partial_step}"),
+        directory=checkpoint.directory,
         tag=checkpoint.path.name,
         meta=meta,
         weights={name: readers[stored.file][name] for name, stored in checkpoint.weights.items()},
@@ -175,6 +178,7 @@ def write_checkpoint(model: StoredModel, path: Path, on_bytes: OnBytes) -> str:
     tag = model.tag if tag_problem(model.tag) is None else f"global_step{model.meta.global_steps}"
     entries, buffers = _entries(model), _buffer_entries(model)
     expect_known_dtypes([entry.spec for entry in (*entries, *buffers)])
+    encode_meta(model.meta)  # before anything is written
     with new_folder(path) as folder, HashingPool() as pool:
         (folder / tag).mkdir()
         files = CheckpointFiles(folder / tag, pool)
@@ -187,4 +191,5 @@ def write_checkpoint(model: StoredModel, path: Path, on_bytes: OnBytes) -> str:
         (folder / tag / IS_LATEST).touch()
         sync_directory(folder / tag)
         write_latest(folder, tag)
+        model.directory.expect_same()
     return tag
