@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from offloadzero.cli.output import ProgressBar, print_lines
 from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import CheckpointError, ConfigError
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT, FOLDER = "checkpoint", "folder"
 SAVED = "saved"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, SAVED: None}
+_DTYPES = ("bf16", "fp32", SAVED)
 _MAX_SHARD_SIZE = "5GB"
 
 
@@ -43,7 +41,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=list(_DTYPES),
+        choices=_DTYPES,
         help=f"of a folder's weights: fp32 are the masters of what was trained, bf16 those rounded as in training "
         f"(default: {SAVED}, as SRC has them)",
     )
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         what = f'load_checkpoint("{destination}"' + (")" if model.states else ", load_module_only=True)")
         written = f"{destination / tag}: engine.{what}"
     else:
-        dtype = _DTYPES[args.dtype or SAVED]
+        dtype = folder.DTYPES.get(args.dtype)
         with ProgressBar(folder.bytes_of_folder(model, dtype)) as bar:
             folder.write_folder(
                 model,

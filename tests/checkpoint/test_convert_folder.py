@@ -21,7 +21,7 @@ from offloadzero.checkpoint.convert.folder import INDEX, WEIGHTS
 from offloadzero.checkpoint.convert.stored_model import in_dtype
 from offloadzero.checkpoint.format.names import LOCK, new_unfinished
 from offloadzero.checkpoint.partial import new_folder
-from offloadzero.cli.main import FAILURE, USER_ERROR, main
+from offloadzero.cli.main import FAILURE, INTERRUPTED, USER_ERROR, main
 from tests.support.checkpoints import bits, contents, edit_meta, small_engine, train
 from tests.support.faults import fails
 from tests.support.tiny import script_environment
@@ -240,10 +240,14 @@ def test_a_folder_that_is_not_whole_is_refused(
     assert contents(tmp_path) == before
 
 
-def test_a_write_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> None:
-    full = fails("checkpoint.write", OSError(28, "No space left on device"), about="blocks.1.weight")
-    with full:
-        assert convert(saved / "saved", tmp_path / "out") == FAILURE
+@pytest.mark.parametrize(
+    ("error", "status"), [(OSError(28, "No space left on device"), FAILURE), (KeyboardInterrupt(), INTERRUPTED)]
+)
+def test_a_write_that_does_not_end_leaves_nothing(
+    error: BaseException, status: int, saved: Path, tmp_path: Path
+) -> None:
+    with fails("checkpoint.write", error, about="blocks.1.weight"):
+        assert convert(saved / "saved", tmp_path / "out") == status
     assert list(tmp_path.iterdir()) == []
 
 
@@ -320,22 +324,3 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     assert status == 0
     assert grown_mib < 192
     assert (tmp_path / "out" / "global_step0" / "unit-0000.safetensors").stat().st_size > 402653184
-
-
-def test_the_command_names_what_it_does_not_take(
-    saved: Path, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = {
-        "SRC is one already": (llama, "--to", "folder"),
-        "--dtype = 'bf16': goes with --to folder": (llama, "--dtype", "bf16"),
-        "--like = ": (saved / "saved", "--like", tmp_path),
-        "--max-shard-size = '5G'": (saved / "saved", "--max-shard-size", "5G"),
-        "SRC = ": (tmp_path / "nowhere",),
-    }
-    for message, (source, *more) in refused.items():
-        assert convert(source, tmp_path / "out", *more) == USER_ERROR
-        assert message in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    assert convert(tmp_path / "empty", tmp_path / "out") == FAILURE
-    assert "no checkpoint of offloadzero, none of DeepSpeed's, and no folder" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

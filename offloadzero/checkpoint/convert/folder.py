@@ -28,6 +28,7 @@ from offloadzero.errors import CheckpointError, ConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MAX_INDEX_BYTES = 256 * 1024 * 1024
 _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 _ROUNDED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # those that a --dtype replaces
