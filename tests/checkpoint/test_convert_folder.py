@@ -241,7 +241,8 @@ def test_a_folder_that_is_not_whole_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(OSError(28, "No space left on device"), FAILURE), (KeyboardInterrupt(), INTERRUPTED)]
+    ("error", "status"),
+    [(OSError(28, "No space left on device"), FAILURE), (KeyboardInterrupt(), INTERRUPTED)],
 )
 def test_a_write_that_does_not_end_leaves_nothing(
     error: BaseException, status: int, saved: Path, tmp_path: Path
