@@ -204,7 +204,7 @@ def _write(
             expect_latest_replaceable(directory)
         unfinished = PartialCheckpoint(directory, tag)
     with unfinished as partial, HashingPool() as pool:
-        writer = _FileWriter(partial.path, pool)
+        writer = CheckpointFiles(partial.path, pool)
         for record in states.records:
             writer.add_record(states, record, exclude_frozen=exclude_frozen)
         writer.add_tensors(BUFFERS, persistent_buffers(states.model))
@@ -212,8 +212,7 @@ def _write(
             writer.add_tensors(EXTRA_STATE, extra_tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
         whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
-        writer.add_bytes(META, encode_meta(whole))
-        writer.add_bytes(MANIFEST, encode_manifest(writer.files))
+        writer.seal(whole)
         if save_latest or os.path.lexists(final / IS_LATEST):
             (partial.path / IS_LATEST).touch()
         partial.commit()
@@ -229,36 +228,43 @@ def _make_directory(directory: Path) -> None:
         sync_directory(directory.parent)
 
 
-class _FileWriter:
-    """Writes the files of one checkpoint; `files` becomes its manifest."""
+class CheckpointFiles:
+    """Writes the files of one checkpoint into a directory; `files` becomes its manifest."""
 
     def __init__(self, path: Path, pool: HashingPool) -> None:
         self.files: dict[str, FileEntry] = {}
         self._path = path
         self._pool = pool
 
+    @contextmanager
+    def tensors(self, name: str, specs: Sequence[TensorSpec], **metadata: str) -> Iterator[SafetensorsWriter]:
+        """The writer of a file of tensors, to which the block adds those of `specs`."""
+        path, metadata = self._path / name, {"format": "pt", **metadata}
+        with SafetensorsWriter(path, specs, metadata=metadata, pool=self._pool) as writer:
+            yield writer
+            self.files[name] = writer.close()
+
+    def seal(self, meta: Meta) -> None:
+        """Write meta.json and then the manifest of all files."""
+        self._add_bytes(META, encode_meta(meta))
+        self._add_bytes(MANIFEST, encode_manifest(self.files))
+
     def add_record(self, states: States, record: Record, *, exclude_frozen: bool) -> None:
         slots = [slot for slot in record.slots if slot.trainable or not exclude_frozen]
         specs = [spec for slot in slots for spec in _slot_specs(record, slot)]
         name = unit_file(record.index)
-        with self._open(name, specs, unit=record.name) as writer:
+        with self.tensors(name, specs, unit=record.name) as writer:
             for slot in slots:
                 for tensor in _read_slot(states, record, slot):
                     writer.add(tensor)
-            self.files[name] = writer.close()
 
     def add_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()]
-        with self._open(name, specs) as writer:
+        with self.tensors(name, specs) as writer:
             for tensor in tensors.values():
                 writer.add(tensor.detach().to("cpu"))
-            self.files[name] = writer.close()
 
-    def _open(self, name: str, specs: Sequence[TensorSpec], **metadata: str) -> SafetensorsWriter:
-        metadata = {"format": "pt", **metadata}
-        return SafetensorsWriter(self._path / name, specs, metadata=metadata, pool=self._pool)
-
-    def add_bytes(self, name: str, data: bytes) -> None:
+    def _add_bytes(self, name: str, data: bytes) -> None:
         file = HashedFile(self._path / name, self._pool)
         try:
             file.write(data)
