@@ -39,6 +39,18 @@ class Extent:
     num_bytes: int
 
 
+@dataclass(eq=False)
+class TwoExtents:
+    """Two places of one home, each as large as all of it: [Note: versions] in update/pipeline.py."""
+
+    present: Extent  # reads and writes of the home go here
+    next: Extent
+
+    def flip(self) -> None:
+        """Let the next one be the present one. Transfers that have begun stay where they are."""
+        self.present, self.next = self.next, self.present
+
+
 class Part(NamedTuple):
     """A home of its own for the elements from `start` on of another one."""
 
@@ -58,8 +70,8 @@ class InParts:
     parts: list[Part]
 
 
-# Typed memory, shape (num_elements,); a range of the swap files, or of a file that is not ours; or some of these.
-Place = torch.Tensor | Extent | FileRange | InParts
+# Typed memory, shape (num_elements,); a range of the swap files, or two, or of a file that is not ours; or some of these.
+Place = torch.Tensor | Extent | TwoExtents | FileRange | InParts
 
 
 class Tier(Protocol):
@@ -136,7 +148,8 @@ class Home:
     @property
     def extent(self) -> Extent | None:
         """The range of the swap files of a home that is one."""
-        return self.place if isinstance(self.place, Extent) else None
+        place = self.place.present if isinstance(self.place, TwoExtents) else self.place
+        return place if isinstance(place, Extent) else None
 
     @property
     def parts(self) -> Sequence[Part]:

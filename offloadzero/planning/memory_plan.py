@@ -90,6 +90,7 @@ class MemoryPlan:
     gradient_piece_bytes: int = 0  # of one that is reduced in another dtype
     # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
     near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
+    versioned: frozenset[int] = frozenset()  # the records with two places on nvme
     choice: tuple[str, ...] = ()  # sentences on how "auto" has chosen by time, and what would be slower
 
     def tier_bytes(self, tier: TierName) -> int:
@@ -195,6 +196,23 @@ def keeps_gradients(config: OffloadConfig) -> bool:
     return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
 
 
+def versioned_records(
+    records: Iterable[Record], config: OffloadConfig, placement: Placement
+) -> frozenset[int]:
+    """The records whose updates are tried in backward, in a second place: [Note: versions] in update/pipeline.py."""
+    if config.versions is False or updates_in_backward(config):
+        return frozenset()
+    return frozenset(
+        record.index
+        for record in records
+        if record.kept_trainable
+        and record.is_trained_whole
+        and not record.keeps_whole_params
+        and all(placement[record.index, kind].is_file for kind in record.layout)
+        and not placement[record.index, SegmentKind.GRAD].is_device
+    )
+
+
 class _Sheet:
     def __init__(self) -> None:
         self.lines: list[PlanLine] = []
@@ -223,10 +241,12 @@ def plan_memory(
     placement: Placement | None = None,
     form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
+    free_nvme: int | None = None,
 ) -> MemoryPlan:
     """Place every segment and size every buffer.
 
     Args:
+        free_nvme: bytes of the drives, where they are known: "auto" has second places only if these are enough.
         num_checkpointed: units whose inputs wait for backward.
         together: record indices that must be on the device at once, in the order of their use.
         placement: the home of every segment, unless it follows from the configuration's rules.
@@ -240,12 +260,26 @@ def plan_memory(
         return _plan(records, config, homes, together, form, num_checkpointed)
 
     plan = plan_of(place(records, config) if placement is None else placement)
+    if plan.versioned and config.versions is None and not _has_room(plan, config, free_nvme):
+        return plan_memory(
+            records,
+            replace(config, versions=False),
+            together=together,
+            placement=placement,
+            form=form,
+            num_checkpointed=num_checkpointed,
+        )
     host_budget = config.budgets.host
     may_move = placement is None and bool(config.nvme_paths)
     if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
         plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
     _check_budgets(plan, config)
     return plan
+
+
+def _has_room(plan: MemoryPlan, config: OffloadConfig, free_nvme: int | None) -> bool:
+    wanted = plan.tier_bytes(TierName.NVME)
+    return all(has is None or wanted <= has for has in (config.budgets.nvme, free_nvme))
 
 
 def _move_grads_to_nvme(
@@ -287,6 +321,8 @@ def _plan(
 ) -> MemoryPlan:
     sheet = _Sheet()
     _add_homes(sheet, records, placement, keeps_gradients(config))
+    versioned = versioned_records(records, config, placement)
+    sheet.add(TierName.NVME, "second places", sum(_state_bytes(r) for r in records if r.index in versioned))
     inputs = input_plan(config, num_checkpointed)
     on_device = _add_device_buffers(
         sheet,
@@ -307,8 +343,15 @@ def _plan(
         grads_have_homes=keeps_gradients(config),
         device_form=form,
         inputs=inputs,
+        versioned=versioned,
         **on_device,
         **on_host,
+    )
+
+
+def _state_bytes(record: Record) -> int:
+    return sum(
+        align_up(num_elements * dtype.itemsize) for dtype, num_elements in record.layout.values()
     )
 
 

@@ -371,6 +371,7 @@ class GradientAccess:
         self._wait_landed(state)
         with self._clock.waiting("update"), self._store.failures.handed_over():
             self._previous_update(state.record.index).wait()  # it may still read the home
+            state.end_trial().wait()
         place = kept_place(state.record, slot, SegmentKind.GRAD)
         flat = value.detach().reshape(-1)[place.skipped : place.skipped + place.num_elements]
         if not home.is_in_memory:

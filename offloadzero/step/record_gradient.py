@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from offloadzero.core.torch_private import foreach_copy
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Device, Stream
 from offloadzero.memory.store import Segment
-from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.update.flat_layout import ParamSlot, SlotViews
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 
@@ -36,6 +36,17 @@ class Borrowed:
     def give_back(self) -> None:
         """Give the buffer back, which may be written at once."""
         self._pool.give_back(self._buffer)
+
+
+class Tried(Protocol):
+    """An update that reads a gradient before its step is decided."""
+
+    @property
+    def ticket(self) -> Ticket:
+        """Done when all of it is home."""
+
+    def give_up(self) -> Ticket:
+        """Let no step have its result; return the ticket of the end of its reads."""
 
 
 @dataclass(eq=False)
@@ -71,6 +82,7 @@ class RecordGradient:
     is_unmeasured: bool = False  # the norms lack the part on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
+    trial: Tried | None = None  # an update that was tried with what is there: [Note: versions] in update/pipeline.py
 
     def __post_init__(self) -> None:
         # The place until the step; None: the gradient is consumed as it lands.
@@ -191,6 +203,11 @@ class RecordGradient:
     def close(self) -> None:
         """Close the window: no other micro batch follows."""
         self.closed = True
+
+    def end_trial(self) -> Ticket:
+        """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
+        trial, self.trial = self.trial, None
+        return FINISHED if trial is None else trial.give_up()
 
     def pass_in(self, buffer: Borrowed | None) -> None:
         """Be in that host buffer until it is released, or, with None, in the home."""
@@ -316,7 +333,16 @@ class WindowGradients(dict[int, RecordGradient]):
     def renew(self) -> None:
         """Begin a new window: gradients that still land come before the next ones."""
         for index, gradient in list(self.items()):
-            self[index] = RecordGradient(gradient.record, landed=gradient.landed)
+            landed = gradient.landed
+            if gradient.trial is not None:
+                landed = AllOf([landed, gradient.trial.ticket])
+            self[index] = RecordGradient(gradient.record, landed=landed)
+
+    def end_trials(self, *, of_absent: bool = False) -> None:
+        """Give up the updates that were tried; `of_absent`: those of gradients that are left out of the step."""
+        for gradient in self.values():
+            if gradient.trial is not None and not (of_absent and gradient.present):
+                gradient.trial.give_up()
 
 
 class Brought(NamedTuple):

@@ -28,6 +28,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.memory.tiers import TwoExtents
 from offloadzero.ranks.shard import WHOLE, ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.spec import AnySpec, Buffers, StateCodes
@@ -262,6 +263,18 @@ class Record:
         if self.spec.takes_whole:
             return max((self.padded(slot.num_elements) for slot in self.trainable_slots), default=0)
         return min(chunk_elements, self.kept_trainable)
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether its states have two places: [Note: versions] in update/pipeline.py."""
+        return SegmentKind.PARAM in self.segments and isinstance(
+            self.segments[SegmentKind.PARAM].place, TwoExtents
+        )
+
+    def flip(self) -> None:
+        """Let the next version of the states be the present one."""
+        for kind in self.layout:
+            self.segments[kind].flip()
 
     @property
     def updates_on_device(self) -> bool:
