@@ -22,7 +22,6 @@ from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import (
     UPDATE_PRIORITY,
     DeviceTier,
-    Extent,
     Home,
     HostTier,
     InParts,

@@ -70,7 +70,8 @@ class InParts:
     parts: list[Part]
 
 
-# Typed memory, shape (num_elements,); a range of the swap files, or two, or of a file that is not ours; or some of these.
+# Typed memory, shape (num_elements,); one or two ranges of the swap files; one of a file that is not ours; or some of
+# these.
 Place = torch.Tensor | Extent | TwoExtents | FileRange | InParts
 
 

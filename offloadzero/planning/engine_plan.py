@@ -153,9 +153,7 @@ def plan_records(
         placement = choose_placement(records, config, available, **needs)
         if config.is_of_several and config.placement_tokens is not None:
             choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
-    plan = plan_memory(
-        records, config, placement=placement, free_nvme=available.get(TierName.NVME), **needs
-    )
+    plan = plan_memory(records, config, placement=placement, free_nvme=available.get(TierName.NVME), **needs)
     if trace is not None and not choice and hardware is not None and uses is not None:
         unknown = hardware.forecast(plan_step(records, plan, config, uses=uses, trace=trace)).unknown
         if unknown:

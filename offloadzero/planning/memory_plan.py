@@ -350,9 +350,7 @@ def _plan(
 
 
 def _state_bytes(record: Record) -> int:
-    return sum(
-        align_up(num_elements * dtype.itemsize) for dtype, num_elements in record.layout.values()
-    )
+    return sum(align_up(num_elements * dtype.itemsize) for dtype, num_elements in record.layout.values())
 
 
 def _streamed(records: Sequence[Record], placement: Placement) -> list[Record]:

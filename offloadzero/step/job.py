@@ -109,7 +109,7 @@ class Trial(RecordUpdate):
             self.ticket.fulfil()
         self.is_given_up = True
 
-    def has_done(self, job: UpdateJob) -> bool:
+    def has_done(self, job: RecordUpdate) -> bool:
         """Whether what it has written is what `job` would write."""
         return (
             self._has_begun

@@ -111,7 +111,9 @@ class Landing:
                 buffer = pool.take()
         return Borrowed(buffer, pool)
 
-    def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | Trial | None) -> None:
+    def send(
+        self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | Trial | None
+    ) -> None:
         """Take a record's gradient of this backward home; `job` follows it. Waits for nothing.
 
         `place`: as `reserve` has given it. `before`: the home may be written after it.
@@ -184,7 +186,9 @@ class Landing:
         # Landed earlier gradients come first: one after the other.
         self.measure(gradient, self._store.accelerator.computed(), job=job)
 
-    def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | Trial | None = None) -> None:
+    def measure(
+        self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | Trial | None = None
+    ) -> None:
         """Measure the gradient at home, after `after`."""
         done = gradient.begin_landing()
         self._land(gradient, done, [after], None, job)

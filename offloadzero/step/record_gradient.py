@@ -17,6 +17,7 @@ from offloadzero.memory.device import Device, Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.update.flat_layout import ParamSlot, SlotViews
+from offloadzero.update.pipeline import RecordUpdate
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 
 
@@ -44,6 +45,9 @@ class Tried(Protocol):
     @property
     def ticket(self) -> Ticket:
         """Done when all of it is home."""
+
+    def has_done(self, job: RecordUpdate) -> bool:
+        """Whether it has done what the step's update would do."""
 
     def give_up(self) -> Ticket:
         """Let no step have its result; return the ticket of the end of its reads."""
@@ -82,7 +86,9 @@ class RecordGradient:
     is_unmeasured: bool = False  # the norms lack the part on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
-    trial: Tried | None = None  # an update that was tried with what is there: [Note: versions] in update/pipeline.py
+    trial: Tried | None = (
+        None  # an update that was tried with what is there: [Note: versions] in update/pipeline.py
+    )
 
     def __post_init__(self) -> None:
         # The place until the step; None: the gradient is consumed as it lands.

@@ -15,7 +15,7 @@ steps have, 1 over the loss scale. A trial reads the present version and writes 
 step that follows is one like any other, with its decision and its jobs. A job whose trial has done exactly what it
 would do (the same hyperparameters, ranges, factor; neither states nor gradient written since) adopts it: the two places
 are exchanged, and the update is over. Any other job updates the present version from the gradient, which is kept till
-then as ever. So a trial changes when bytes move and never which: if it is wrong, late or never begun, only time is lost.
+then as ever. So a trial changes when bytes move and never which: if it is wrong, late or not begun, only time is lost.
 
 Trials wait behind all other work, one record at a time. When a step is decided those that have not begun are given up,
 and their records are updated in the order in which the next forward needs them.
