@@ -210,10 +210,14 @@ class RecordGradient:
         """Close the window: no other micro batch follows."""
         self.closed = True
 
-    def end_trial(self) -> Ticket:
-        """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
+    def begin_trial(self, trial: Tried | None) -> None:
+        """Let an update be tried with what is there when it has landed."""
+        self.trial = trial
+
+    def take_trial(self) -> Tried | None:
+        """Return the update that was tried, if any, and know nothing of it any more."""
         trial, self.trial = self.trial, None
-        return FINISHED if trial is None else trial.give_up()
+        return trial
 
     def pass_in(self, buffer: Borrowed | None) -> None:
         """Be in that host buffer until it is released, or, with None, in the home."""
@@ -300,6 +304,12 @@ class RecordGradient:
         The measured norms are shared: a change at home must wait for the last update first.
         """
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+
+
+def end_trial(gradient: RecordGradient) -> Ticket:
+    """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
+    trial = gradient.take_trial()
+    return FINISHED if trial is None else trial.give_up()
 
 
 def copy_waiting(gradient: RecordGradient, device: Device) -> None:
