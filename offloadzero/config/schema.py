@@ -510,7 +510,7 @@ class OffloadConfig:
     versions: bool | None = own_key(
         None,
         'true, false or "auto": units that live on nvme have two places there, so that updates which wait for the norm '
-        "of all gradients (clipping) are tried in backward; auto, where the drive has room; {default}",
+        "of all gradients (clipping) are tried in backward; auto, where the drive has room; auto",
         read_bool_or_auto,
         auto_is_absent=False,
     )

@@ -260,6 +260,10 @@ def plan_memory(
         return _plan(records, config, homes, together, form, num_checkpointed)
 
     plan = plan_of(place(records, config) if placement is None else placement)
+    host_budget = config.budgets.host
+    may_move = placement is None and bool(config.nvme_paths)
+    if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
+        plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
     if plan.versioned and config.versions is None and not _has_room(plan, config, free_nvme):
         return plan_memory(
             records,
@@ -269,10 +273,6 @@ def plan_memory(
             form=form,
             num_checkpointed=num_checkpointed,
         )
-    host_budget = config.budgets.host
-    may_move = placement is None and bool(config.nvme_paths)
-    if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
-        plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
     _check_budgets(plan, config)
     return plan
 

@@ -120,7 +120,7 @@ class Landing:
         """
         gradient, lease = brought.gradient, brought.lease
         trial = gradient.end_trial()  # of an earlier backward, which could have been the last
-        gradient.trial = job if isinstance(job, Trial) else None
+        gradient.try_update(job if isinstance(job, Trial) else None)
         if lease is None and not gradient.closed:
             # Its norm is taken for the whole window: the next micro batch waits for nothing.
             gradient.stay_unmeasured(self._store.accelerator.computed())
@@ -182,7 +182,7 @@ class Landing:
     def close(self, gradient: RecordGradient, *, job: UpdateJob | Trial | None) -> None:
         """Close the window of a gradient at home; `job` follows when all work launched so far has run."""
         gradient.close()
-        gradient.trial = job if isinstance(job, Trial) else None
+        gradient.try_update(job if isinstance(job, Trial) else None)
         # Landed earlier gradients come first: one after the other.
         self.measure(gradient, self._store.accelerator.computed(), job=job)
 

@@ -86,9 +86,8 @@ class RecordGradient:
     is_unmeasured: bool = False  # the norms lack the part on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
-    trial: Tried | None = (
-        None  # an update that was tried with what is there: [Note: versions] in update/pipeline.py
-    )
+    trial: Tried | None = None  # an update with what is there: [Note: versions] in update/pipeline.py
+    step_has_trial: bool = False  # a step that keeps the gradient here ends it
 
     def __post_init__(self) -> None:
         # The place until the step; None: the gradient is consumed as it lands.
@@ -210,6 +209,10 @@ class RecordGradient:
         """Close the window: no other micro batch follows."""
         self.closed = True
 
+    def try_update(self, trial: Tried | None) -> None:
+        """Take the update that is tried when the gradient has landed; None: none is."""
+        self.trial, self.step_has_trial = trial, False
+
     def end_trial(self) -> Ticket:
         """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
         trial, self.trial = self.trial, None
@@ -249,7 +252,10 @@ class RecordGradient:
 
     def set_factor(self, slot: ParamSlot, factor: float) -> None:
         """Multiply what the home holds of a parameter by `factor`, in the place of the present one."""
-        self.factors[slot.index] = factor
+        if factor == 1.0:
+            self.factors.pop(slot.index, None)
+        else:
+            self.factors[slot.index] = factor
 
     def take_factor(self, number: int) -> float:
         """Return the factor of a slot, by which the home's part is multiplied now."""
@@ -297,8 +303,10 @@ class RecordGradient:
     def as_of_now(self) -> RecordGradient:
         """Return a copy for a step after which the gradient stays: later changes by scripts do not show in it.
 
-        The measured norms are shared: a change at home must wait for the last update first.
+        The measured norms are shared: a change at home must wait for the last update first. The update that was tried
+        is the step's from now on.
         """
+        self.step_has_trial = True
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
 
 
@@ -345,10 +353,14 @@ class WindowGradients(dict[int, RecordGradient]):
             self[index] = RecordGradient(gradient.record, landed=landed)
 
     def end_trials(self, *, of_absent: bool = False) -> None:
-        """Give up the updates that were tried; `of_absent`: those of gradients that are left out of the step."""
+        """Give up the updates that were tried; `of_absent`: those of gradients that are left out of the step.
+
+        A step that was taken, and may not be decided yet, ends its own.
+        """
         for gradient in self.values():
-            if gradient.trial is not None and not (of_absent and gradient.present):
-                gradient.trial.give_up()
+            if gradient.trial is None or gradient.step_has_trial or (of_absent and gradient.present):
+                continue
+            gradient.trial.give_up()
 
 
 class Brought(NamedTuple):
