@@ -21,7 +21,7 @@ from offloadzero.core.fail_points import Point
 from offloadzero.errors import NonFiniteError
 from offloadzero.update.pipeline import UpdatePipeline
 from tests.support.faults import delays, fails, observes
-from tests.support.tiny import Block, TinyModel
+from tests.support.tiny import TinyModel
 from tests.support.versions import AGAIN, NUM_TRIED, Run, compare, running, trials
 
 CLIPS = 1e-3
@@ -39,8 +39,9 @@ def steps(run: Run, *, num_steps: int = NUM_STEPS, num_micro: int = 1, waits: bo
 
 # --- settings ---
 
+WIDE = partial(TinyModel, width=48)  # a block has four chunks
 MUON = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-GRADIENTS_ON_HOST = {k: "nvme" for k in ("param", "master", "exp_avg", "exp_avg_sq")} | {"grad": "host"}
+STATES_ON_NVME = {"param": "nvme", "states": "nvme"}
 
 
 def of_type(name: str, **params: Any) -> dict[str, Any]:
@@ -50,14 +51,14 @@ def of_type(name: str, **params: Any) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "clipping that never bites": {},
     "updates at the step": {"gradient_clipping": 0.0, "update": {"in_backward": False}},
-    "gradients on nvme": {"placement": {**GRADIENTS_ON_HOST, "grad": "nvme"}},
-    "gradients on the host": {"placement": GRADIENTS_ON_HOST},
+    "gradients on nvme": {"placement": {**STATES_ON_NVME, "grad": "nvme"}},
+    "gradients on the host": {"placement": {**STATES_ON_NVME, "grad": "host"}},
     "non-finite steps are skipped": {"gradient_clipping": 0.0, "update": {"on_nonfinite": "skip"}},
     "fp32": {"bf16": None},
     "compact": {"state_layout": "compact"},
     "checksums": {"aio": {"checksums": True}},
-    "many chunks": {"update": {"chunk_elements": 1024, "num_chunks_in_flight": 2}},
-    "one chunk in flight": {"update": {"chunk_elements": 1024, "num_chunks_in_flight": 1}},
+    "many chunks": {"make": WIDE, "update": {"chunk_elements": 4096, "num_chunks_in_flight": 2}},
+    "one chunk in flight": {"make": WIDE, "update": {"chunk_elements": 4096, "num_chunks_in_flight": 1}},
     "Lion": of_type("Lion"),
     "SGD": of_type("SGD", momentum=0.9),
     "SGD without states": of_type("SGD"),
@@ -79,9 +80,9 @@ def test_micro_batches_add_up_before_a_trial(layout: str, tmp_path: Path) -> Non
     assert compare(script, tmp_path, by_engine=True, **keys) == (3 * NUM_TRIED, 0)
 
 
-def test_a_step_that_is_clipped_does_all_again_and_the_next_one_tries_nothing(tmp_path: Path) -> None:
+def test_a_step_that_is_clipped_takes_no_trial_and_the_next_one_tries_nothing(tmp_path: Path) -> None:
     keys = {"gradient_clipping": CLIPS}
-    assert compare(steps, tmp_path, by_engine=True, **keys) == (0, NUM_TRIED)
+    assert compare(steps, tmp_path, by_engine=True, **keys) == (0, 0)  # the first gradient says it
     with running(tmp_path, versions=True, by_engine=True, **keys) as run:
         steps(run, num_steps=1)
         run.backward(7)
@@ -89,26 +90,22 @@ def test_a_step_that_is_clipped_does_all_again_and_the_next_one_tries_nothing(tm
 
 
 def test_clipping_that_bites_in_some_steps(tmp_path: Path) -> None:
-    """The trials of the last units are finished by the time the norm is known to be too large."""
-
-    def script(run: Run) -> None:
-        for seed in range(6):
-            run.backward(seed, times=100.0 if seed in (1, 4) else 1.0)
-            run.step()
-
-    assert compare(script, tmp_path, by_engine=True, gradient_clipping=30.0) == (4 * NUM_TRIED, 2 * NUM_TRIED)
+    """One of six, whose norm is 9.2; those of what is tried are 8.1 together, so all of its trials have run."""
+    keys = {"gradient_clipping": 8.5}
+    script = partial(steps, num_steps=6)
+    assert compare(script, tmp_path, by_engine=True, **keys) == (5 * NUM_TRIED, NUM_TRIED)
 
 
 def test_trials_come_back_when_most_steps_are_not_clipped(tmp_path: Path) -> None:
-    """Of the last eight steps half must be applied as they are."""
+    """Of the last eight steps at least half must have been applied as they are."""
 
     def script(run: Run) -> None:
         for seed in range(6):
             run.backward(seed, times=100.0 if seed < 2 else 1.0)
             run.step()
 
-    # Tried: step 0, not 1, 2 and 3, and 4 and 5 again.
-    assert compare(script, tmp_path, by_engine=True, gradient_clipping=30.0) == (2 * NUM_TRIED, NUM_TRIED)
+    # The first gradient of step 0 ends its trials; steps 1 to 3 have none; those of 4 and 5 are adopted.
+    assert compare(script, tmp_path, by_engine=True, gradient_clipping=30.0) == (2 * NUM_TRIED, 0)
 
 
 def test_matrices_that_are_updated_whole(tmp_path: Path) -> None:
@@ -118,17 +115,17 @@ def test_matrices_that_are_updated_whole(tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_that_overflows_and_grows(tmp_path: Path) -> None:
-    scale = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
+    scale = {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1}
 
     def script(run: Run) -> None:
-        for seed in range(8):
+        for seed in range(10):
             run.backward(seed, times=1e30 if seed == 3 else 1.0)
             run.step()
             run.seen.append((run.engine.loss_scale, run.engine.skipped_steps))
         assert run.engine.skipped_steps >= 2
 
     adopted, again = compare(script, tmp_path, by_engine=True, bf16=None, fp16=scale)
-    assert adopted >= 3 * NUM_TRIED
+    assert adopted >= 7 * NUM_TRIED
     assert again == 0  # a skipped step begins no job
 
 
@@ -276,7 +273,7 @@ def test_what_a_script_does_between_backward_and_step(name: str, gradients: str,
                 edit(run)
             run.step()
 
-    placement = {**GRADIENTS_ON_HOST, "grad": gradients}
+    placement = {**STATES_ON_NVME, "grad": gradients}
     adopted, again = compare(script, tmp_path, placement=placement)
     assert (adopted, again) == (3 * NUM_TRIED - num_again, num_again)
 
@@ -310,7 +307,7 @@ def test_two_steps_with_the_same_gradients_take_a_trial_once(name: str, tmp_path
             run.optimizer.step()
             run.step()
 
-    assert compare(script, tmp_path, optimizer=OPTIMIZERS[name]) == (2 * NUM_TRIED, 2 * NUM_TRIED)
+    assert compare(script, tmp_path, optimizer=OPTIMIZERS[name]) == (2 * NUM_TRIED, 0)
 
 
 def test_gradients_that_are_dropped_before_the_step_is_decided(tmp_path: Path, faults: ExitStack) -> None:
@@ -387,7 +384,7 @@ def test_a_backward_over_other_units_leaves_the_trials_of_the_first(tmp_path: Pa
                 run.backward(seed)
             run.step()
 
-    assert compare(script, tmp_path, make=Odd) == (6, 1)
+    assert compare(script, tmp_path, make=Odd) == (6, 0)
 
 
 class Checkpointed(TinyModel):

@@ -24,16 +24,23 @@ NUM_TRIED = 5  # of the six records of the model: the rest stays on the device
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """What becomes of the trials of jobs that begin: adopted, or done again; or there was none."""
+    """How many updates take a trial over, are done again after one has begun, or had none."""
     counts: Counter[str] = Counter()
-    begin = UpdateJob.begin
+    tried = set[tuple[int, int]]()  # record and step
+    begin, may_begin = UpdateJob.begin, Trial.may_begin
 
     def begin_counted(job: UpdateJob, *, grad_scale: float) -> None:
-        was_tried = job.gradient.trial is not None
         begin(job, grad_scale=grad_scale)
+        was_tried = (job.record.index, job.account.step) in tried
         counts[ADOPTED if job.adopted is not None else AGAIN if was_tried else UNTRIED] += 1
 
-    with patch.object(UpdateJob, "begin", begin_counted):
+    def may_begin_noted(trial: Trial) -> bool:
+        has_begun = may_begin(trial)
+        if has_begun:
+            tried.add((trial.record.index, trial.account.step))
+        return has_begun
+
+    with patch.object(UpdateJob, "begin", begin_counted), patch.object(Trial, "may_begin", may_begin_noted):
         yield counts
 
 
@@ -143,8 +150,8 @@ def outcome(script: Script, directory: Path, **given: Any) -> tuple[list[Any], d
 def compare(
     script: Script, directory: Path, *, by_engine: bool = False, **keys: Any
 ) -> tuple[int, int]:
-    """Run a script with states of one place and of two: bit by bit the same. Returns how many trials of the second run
-    were adopted, and how many done again.
+    """Run a script with states of one place and of two: bit by bit the same. Returns how many updates of the second run
+    have taken a trial over, and how many were done again after one had begun.
     """
     seen, states, counts = outcome(script, directory, versions=False, by_engine=by_engine, **keys)
     assert set(counts) <= {UNTRIED}
