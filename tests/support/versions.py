@@ -147,9 +147,7 @@ def outcome(script: Script, directory: Path, **given: Any) -> tuple[list[Any], d
         return run.seen, run.states(), run.counts
 
 
-def compare(
-    script: Script, directory: Path, *, by_engine: bool = False, **keys: Any
-) -> tuple[int, int]:
+def compare(script: Script, directory: Path, *, by_engine: bool = False, **keys: Any) -> tuple[int, int]:
     """Run a script with states of one place and of two: bit by bit the same. Returns how many updates of the second run
     have taken a trial over, and how many were done again after one had begun.
     """
