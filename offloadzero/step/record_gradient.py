@@ -86,9 +86,7 @@ class RecordGradient:
     is_unmeasured: bool = False  # the norms lack the part on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
-    trial: Tried | None = (
-        None  # an update that was tried with what is there: [Note: versions] in update/pipeline.py
-    )
+    trial: Tried | None = None  # an update with what is there: [Note: versions] in update/pipeline.py
 
     def __post_init__(self) -> None:
         # The place until the step; None: the gradient is consumed as it lands.
@@ -253,7 +251,10 @@ class RecordGradient:
 
     def set_factor(self, slot: ParamSlot, factor: float) -> None:
         """Multiply what the home holds of a parameter by `factor`, in the place of the present one."""
-        self.factors[slot.index] = factor
+        if factor == 1.0:
+            self.factors.pop(slot.index, None)
+        else:
+            self.factors[slot.index] = factor
 
     def take_factor(self, number: int) -> float:
         """Return the factor of a slot, by which the home's part is multiplied now."""
@@ -301,9 +302,12 @@ class RecordGradient:
     def as_of_now(self) -> RecordGradient:
         """Return a copy for a step after which the gradient stays: later changes by scripts do not show in it.
 
-        The measured norms are shared: a change at home must wait for the last update first.
+        The measured norms are shared: a change at home must wait for the last update first. The update that was tried
+        is the step's from now on, which ends it.
         """
-        return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+        now = replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+        self.trial = None
+        return now
 
 
 def end_trial(gradient: RecordGradient) -> Ticket:

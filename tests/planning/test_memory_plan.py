@@ -395,6 +395,71 @@ def test_the_advice_names_homes_elsewhere_only_where_the_tier_holds_some(
     assert f"What would make it fit: {advised}" in str(caught.value)
 
 
+# --- second places ---
+
+
+def second_places(plan: MemoryPlan) -> int:
+    return sum(line.num_bytes for line in plan.lines if line.what == "second places")
+
+
+@pytest.mark.parametrize("versions", [None, True])
+def test_states_on_nvme_have_two_places_where_updates_wait_for_the_norm(versions: bool | None) -> None:
+    plan = plan_memory(
+        records(COUNT, COUNT, frozen=(1,)),
+        config(everything("nvme"), gradient_clipping=1.0, versions=versions),
+    )
+    assert plan.versioned == {0}
+    assert second_places(plan) == 12 * COUNT
+    assert plan.tier_bytes(NVME) == 2 * 12 * COUNT + 2 * COUNT  # and the frozen weights
+
+
+@pytest.mark.parametrize(
+    ("rules", "keys"),
+    [
+        ([everything("nvme")], {}),  # updates run in backward
+        ([everything("nvme")], {"gradient_clipping": 1.0, "versions": False}),
+        ([everything("nvme"), rule(master="host")], {"gradient_clipping": 1.0}),
+        ([everything("nvme"), rule(grad="device")], {"gradient_clipping": 1.0}),
+        ([everything("host")], {"gradient_clipping": 1.0}),
+    ],
+)
+def test_other_states_have_one_place(rules: list[PlacementRule], keys: dict[str, Any]) -> None:
+    plan = plan_memory(records(COUNT), config(*rules, **keys))
+    assert not plan.versioned
+    assert not second_places(plan)
+
+
+@pytest.mark.parametrize(("free", "budget"), [(None, 24 * COUNT - 1), (24 * COUNT - 1, None)])
+def test_without_room_for_two_places_there_is_one(free: int | None, budget: int | None) -> None:
+    """By default; who asks for two is refused if a budget forbids it."""
+    keys: dict[str, Any] = {"gradient_clipping": 1.0, "budgets": BudgetConfig(nvme=budget)}
+    plan = plan_memory(records(COUNT), config(everything("nvme"), **keys), free_nvme=free)
+    assert not plan.versioned
+    assert plan.tier_bytes(NVME) == 12 * COUNT
+    enough = 24 * COUNT
+    wide = {**keys, "budgets": BudgetConfig(nvme=budget and enough)}
+    assert plan_memory(
+        records(COUNT), config(everything("nvme"), **wide), free_nvme=free and enough
+    ).versioned
+    asked = config(everything("nvme"), **keys, versions=True)
+    if budget is not None:
+        with pytest.raises(BudgetError, match="second places"):
+            plan_memory(records(COUNT), asked)
+
+
+def test_gradients_that_move_to_nvme_come_before_second_places() -> None:
+    """Both have room alone: then there is one place, and no refusal."""
+    units = records(*[COUNT] * 4)
+    keys: dict[str, Any] = {"gradient_clipping": 1.0, "update": UpdateConfig(chunk_elements=4096)}
+    free = plan_memory(units, config(everything("nvme"), **keys))
+    host = plan_memory(units, config(everything("nvme"), rule(grad="nvme"), **keys)).tier_bytes(HOST)
+    assert host < free.tier_bytes(HOST)
+    budgets = BudgetConfig(host=host, nvme=free.tier_bytes(NVME))
+    plan = plan_memory(units, config(everything("nvme"), **keys, budgets=budgets))
+    assert not plan.versioned
+    assert plan.tier_bytes(NVME) <= free.tier_bytes(NVME)
+
+
 # --- the fewest moves that are enough ---
 
 MOVES = st.lists(
