@@ -134,7 +134,6 @@ def plan_records(
     needs: Needs = {"together": together, "form": form, "num_checkpointed": num_checkpointed}
     placement, choice = None, tuple[str, ...]()
     trace = None
-    plain = config if config.versions else replace(config, versions=False)  # "auto" has what homes leave free
     if goes_by_time(config) and hardware is not None and uses is not None:
         num_tokens = config.placement_tokens or 0
         trace = trace_by_size(records, config, uses=uses, num_tokens=num_tokens)
@@ -147,10 +146,10 @@ def plan_records(
             simulation = hardware.simulated(step)
             return inf if simulation is None else simulation.seconds
 
-        found = fastest_placement(records, plain, available, seconds_of=seconds_of, **needs)
+        found = fastest_placement(records, config, available, seconds_of=seconds_of, **needs)
         placement, choice = found.placement, tuple(found.lines(num_tokens))
     elif config.placement.auto:
-        placement = choose_placement(records, plain, available, **needs)
+        placement = choose_placement(records, config, available, **needs)
         if config.is_of_several and config.placement_tokens is not None:
             choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
     plan = plan_memory(records, config, placement=placement, available=available, **needs)
