@@ -509,8 +509,8 @@ class OffloadConfig:
     )
     versions: bool | None = own_key(
         None,
-        'true, false or "auto": units that live on nvme have two places there, so that updates which wait for the norm '
-        "of all gradients (clipping) are tried in backward; auto, where the drive has room; auto",
+        'true, false or "auto": second places for states on nvme, so that updates which wait for the norm of all '
+        "gradients can be tried in backward; auto when absent: where there is room for them",
         read_bool_or_auto,
         auto_is_absent=False,
     )

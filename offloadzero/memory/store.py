@@ -22,12 +22,13 @@ from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import (
     UPDATE_PRIORITY,
     DeviceTier,
+    Extent,
     Home,
     HostTier,
     InParts,
     Place,
     Tier,
-    TwoExtents,
+    TwoPlaces,
 )
 
 
@@ -39,15 +40,20 @@ class Segment(Home):
     kind: SegmentKind
 
     def next_version(self) -> Segment:
-        """The second place of a segment on files, which is read by nobody: [Note: versions] in update/pipeline.py."""
+        """The second place of a segment, which nobody else reads: [Note: versions] in update/pipeline.py."""
         return replace(self, place=self._two().next)
 
     def flip(self) -> None:
         """Let what was written there be the segment's data."""
         self._two().flip()
 
-    def _two(self) -> TwoExtents:
-        if not isinstance(self.place, TwoExtents):
+    @property
+    def has_versions(self) -> bool:
+        """Whether it has two places."""
+        return isinstance(self.place, TwoPlaces)
+
+    def _two(self) -> TwoPlaces:
+        if not isinstance(self.place, TwoPlaces):
             raise AssertionError(f"{self.label} has one place")
         return self.place
 
@@ -147,7 +153,7 @@ class TieredStore:
     ) -> Segment:
         """Reserve a segment's home; it holds zeros, or where it is in `parts` what their sources have.
 
-        With `versions` a home on files has two places.
+        With `versions` it has two places.
         """
         label = f"{record}.{kind.value}"
         backing = self.in_place if parts else self.tiers.get(tier)
@@ -156,11 +162,12 @@ class TieredStore:
         place: Place
         if isinstance(backing, InPlaceTier):
             place = InParts([backing.add(*part, dtype=dtype) for part in parts])
-        elif isinstance(backing, NvmeTier) and versions:
-            present = backing.allocate(dtype, num_elements, label)
-            place = TwoExtents(present, next=backing.allocate(dtype, num_elements, label))
         else:
             place = backing.allocate(dtype, num_elements, label)
+            if versions and isinstance(place, torch.Tensor | Extent):
+                second = backing.allocate(dtype, num_elements, label)
+                if isinstance(second, torch.Tensor | Extent):
+                    place = TwoPlaces(place, next=second)
         return Segment(
             record=record,
             kind=kind,

@@ -25,13 +25,12 @@ from offloadzero.planning.memory_plan import (
     MemoryPlan,
     Needs,
     advice,
-    keeps_gradients,
     plan_memory,
-    versioned_records,
 )
 from offloadzero.planning.placement import choose_placement, fastest_placement, trace_by_size
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import Uses
+from offloadzero.planning.update_rules import keeps_gradients, versioned_records
 from offloadzero.ranks.group import Group
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
@@ -92,8 +91,8 @@ def plan_engine(
         wanted = versioned_records(records, config, plan.placement)
         if wanted:
             log.warning(
-                "updates of %d units wait for the end of backward: two places of their states on nvme, which would let "
-                "them begin in it, do not fit there (offloadzero.versions, offloadzero.budgets.nvme)",
+                "the updates of %d units begin when backward has ended: second places of their states, which let them "
+                "begin in it, do not fit (offloadzero.versions, offloadzero.budgets)",
                 len(wanted),
             )
     expect_room(plan, available, config)
@@ -135,6 +134,7 @@ def plan_records(
     needs: Needs = {"together": together, "form": form, "num_checkpointed": num_checkpointed}
     placement, choice = None, tuple[str, ...]()
     trace = None
+    plain = config if config.versions else replace(config, versions=False)  # "auto" has what homes leave free
     if goes_by_time(config) and hardware is not None and uses is not None:
         num_tokens = config.placement_tokens or 0
         trace = trace_by_size(records, config, uses=uses, num_tokens=num_tokens)
@@ -147,13 +147,13 @@ def plan_records(
             simulation = hardware.simulated(step)
             return inf if simulation is None else simulation.seconds
 
-        found = fastest_placement(records, config, available, seconds_of=seconds_of, **needs)
+        found = fastest_placement(records, plain, available, seconds_of=seconds_of, **needs)
         placement, choice = found.placement, tuple(found.lines(num_tokens))
     elif config.placement.auto:
-        placement = choose_placement(records, config, available, **needs)
+        placement = choose_placement(records, plain, available, **needs)
         if config.is_of_several and config.placement_tokens is not None:
             choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
-    plan = plan_memory(records, config, placement=placement, free_nvme=available.get(TierName.NVME), **needs)
+    plan = plan_memory(records, config, placement=placement, available=available, **needs)
     if trace is not None and not choice and hardware is not None and uses is not None:
         unknown = hardware.forecast(plan_step(records, plan, config, uses=uses, trace=trace)).unknown
         if unknown:

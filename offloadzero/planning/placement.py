@@ -57,10 +57,11 @@ from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
-from offloadzero.planning.memory_plan import MemoryPlan, Needs, keeps_gradients, plan_memory
+from offloadzero.planning.memory_plan import MemoryPlan, Needs, plan_memory
 from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.placement_rules import Placement
 from offloadzero.planning.step.work import Uses, used_elements
+from offloadzero.planning.update_rules import keeps_gradients
 from offloadzero.ranks.shard import keeps_params_on_device
 from offloadzero.update.records import Record
 

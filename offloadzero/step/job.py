@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket, unfinished
-from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import RecordGradient, end_trial
 from offloadzero.step.step_decision import StepDecision
 from offloadzero.update.pipeline import RecordUpdate
 from offloadzero.update.spec import Hyper
@@ -147,7 +147,7 @@ class UpdateJob(RecordUpdate):
         trial = self.gradient.trial
         if trial is not None and trial.has_done(self):
             self.adopted = trial.ticket
-        self.gradient.end_trial()
+        end_trial(self.gradient)
 
     def release_gradient(self) -> None:
         """Give back the gradient's memory: it has been read, or will not be."""
@@ -155,7 +155,7 @@ class UpdateJob(RecordUpdate):
 
     def cancel(self) -> None:
         """End the job without an update: the values are those before the step."""
-        self.gradient.end_trial()
+        end_trial(self.gradient)
         self.release_gradient()
         self.ticket.fulfil(unfinished(self.before))
 

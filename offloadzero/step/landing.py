@@ -17,7 +17,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import Trial, UpdateJob
-from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
+from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient, end_trial
 from offloadzero.step.reduction import Reduction
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import update_ranges
@@ -119,8 +119,8 @@ class Landing:
         `place`: as `reserve` has given it. `before`: the home may be written after it.
         """
         gradient, lease = brought.gradient, brought.lease
-        trial = gradient.end_trial()  # of an earlier backward, which could have been the last
-        gradient.try_update(job if isinstance(job, Trial) else None)
+        trial = end_trial(gradient)  # of an earlier backward, which could have been the last
+        gradient.begin_trial(job if isinstance(job, Trial) else None)
         if lease is None and not gradient.closed:
             # Its norm is taken for the whole window: the next micro batch waits for nothing.
             gradient.stay_unmeasured(self._store.accelerator.computed())
@@ -182,7 +182,7 @@ class Landing:
     def close(self, gradient: RecordGradient, *, job: UpdateJob | Trial | None) -> None:
         """Close the window of a gradient at home; `job` follows when all work launched so far has run."""
         gradient.close()
-        gradient.try_update(job if isinstance(job, Trial) else None)
+        gradient.begin_trial(job if isinstance(job, Trial) else None)
         # Landed earlier gradients come first: one after the other.
         self.measure(gradient, self._store.accelerator.computed(), job=job)
 

@@ -209,14 +209,14 @@ class RecordGradient:
         """Close the window: no other micro batch follows."""
         self.closed = True
 
-    def try_update(self, trial: Tried | None) -> None:
-        """Take the update that is tried when the gradient has landed; None: none is."""
+    def begin_trial(self, trial: Tried | None) -> None:
+        """Let an update be tried with what is there when it has landed."""
         self.trial, self.step_has_trial = trial, False
 
-    def end_trial(self) -> Ticket:
-        """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
+    def take_trial(self) -> Tried | None:
+        """Return the update that was tried, if any, and know nothing of it any more."""
         trial, self.trial = self.trial, None
-        return FINISHED if trial is None else trial.give_up()
+        return trial
 
     def pass_in(self, buffer: Borrowed | None) -> None:
         """Be in that host buffer until it is released, or, with None, in the home."""
@@ -308,6 +308,12 @@ class RecordGradient:
         """
         self.step_has_trial = True
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+
+
+def end_trial(gradient: RecordGradient) -> Ticket:
+    """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
+    trial = gradient.take_trial()
+    return FINISHED if trial is None else trial.give_up()
 
 
 def copy_waiting(gradient: RecordGradient, device: Device) -> None:

@@ -28,7 +28,6 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.memory.tiers import TwoExtents
 from offloadzero.ranks.shard import WHOLE, ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.spec import AnySpec, Buffers, StateCodes
@@ -267,9 +266,7 @@ class Record:
     @property
     def has_versions(self) -> bool:
         """Whether its states have two places: [Note: versions] in update/pipeline.py."""
-        return SegmentKind.PARAM in self.segments and isinstance(
-            self.segments[SegmentKind.PARAM].place, TwoExtents
-        )
+        return self.segments[SegmentKind.PARAM].has_versions
 
     def flip(self) -> None:
         """Let the next version of the states be the present one."""

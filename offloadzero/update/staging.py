@@ -75,9 +75,7 @@ class ChunkStager:
             if self._ahead and self._ahead[0].matches(record, start, stop) and not makes_next_version:
                 return self._ahead.popleft()
             self._drop_ahead()
-        chunk = self._read(record, start, stop)
-        chunk.makes_next_version = makes_next_version
-        return chunk
+        return self._read(record, start, stop, makes_next_version=makes_next_version)
 
     def read_ahead(self, records: Sequence[Record]) -> None:
         """Read the chunks that an update of `records` in this order stages first, as far as slots are free now."""
@@ -128,14 +126,19 @@ class ChunkStager:
             chunk.slot = None
         return writes
 
-    def _read(self, record: Record, start: int, stop: int) -> StagedChunk:
+    def _read(
+        self, record: Record, start: int, stop: int, *, makes_next_version: bool = False
+    ) -> StagedChunk:
         chunk = StagedChunk(record, start, stop, record.edits.num_begun)
+        chunk.makes_next_version = makes_next_version
         for kind, segment in record.segments.items():
             if kind is SegmentKind.GRAD:
                 continue
             part = record.chunk_slice(kind, start, stop)
             if segment.is_in_host_memory:
-                chunk.buffers[kind] = segment.memory[part]
+                chunk.buffers[kind] = memory = segment.memory[part]
+                if makes_next_version:
+                    chunk.buffers[kind] = segment.next_version().memory[part].copy_(memory)
                 continue
             chunk.buffers[kind] = self.memory(chunk, kind, segment.dtype)
             chunk.reads.append(self._store.read(segment, chunk.buffers[kind], start=part.start))

@@ -88,7 +88,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "offloadzero.update.chunk_elements": ("; 4194304", lambda c: c.update.chunk_elements == 4_194_304),
     "offloadzero.update.num_chunks_in_flight": ("; 3", lambda c: c.update.num_chunks_in_flight == 3),
     "offloadzero.frozen_weights": ("; auto", lambda c: c.frozen_weights == "auto"),
-    "offloadzero.versions": ("; auto", lambda c: c.versions is None),
+    "offloadzero.versions": ("; auto when", lambda c: c.versions is None),
     "offloadzero.aio.checksums": ("; false", lambda c: not c.aio.checksums),
     "offloadzero.observe.step_line": ("; false", lambda c: not c.observe.step_line),
     "offloadzero.observe.nvme_shared": ("; false", lambda c: not c.observe.nvme_shared),

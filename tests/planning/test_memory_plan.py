@@ -20,6 +20,7 @@ from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.memory_plan import (
+    FREE_TENTHS,
     MemoryPlan,
     first_enough,
     nvme_bytes_with_waiting,
@@ -418,7 +419,7 @@ def test_states_on_nvme_have_two_places_where_updates_wait_for_the_norm(versions
     [
         ([everything("nvme")], {}),  # updates run in backward
         ([everything("nvme")], {"gradient_clipping": 1.0, "versions": False}),
-        ([everything("nvme"), rule(master="host")], {"gradient_clipping": 1.0}),
+        ([everything("nvme"), rule(master="device")], {"gradient_clipping": 1.0}),
         ([everything("nvme"), rule(grad="device")], {"gradient_clipping": 1.0}),
         ([everything("host")], {"gradient_clipping": 1.0}),
     ],
@@ -429,22 +430,25 @@ def test_other_states_have_one_place(rules: list[PlacementRule], keys: dict[str,
     assert not second_places(plan)
 
 
-@pytest.mark.parametrize(("free", "budget"), [(None, 24 * COUNT - 1), (24 * COUNT - 1, None)])
+TWO_PLACES = 24 * COUNT
+FREE_FOR_TWO = -(-TWO_PLACES * 10 // FREE_TENTHS)
+
+
+@pytest.mark.parametrize(("free", "budget"), [(None, TWO_PLACES - 1), (FREE_FOR_TWO - 1, None)])
 def test_without_room_for_two_places_there_is_one(free: int | None, budget: int | None) -> None:
     """By default; who asks for two is refused if a budget forbids it."""
-    keys: dict[str, Any] = {"gradient_clipping": 1.0, "budgets": BudgetConfig(nvme=budget)}
-    plan = plan_memory(records(COUNT), config(everything("nvme"), **keys), free_nvme=free)
+    keys: dict[str, Any] = {"gradient_clipping": 1.0}
+    scarce = {**keys, "budgets": BudgetConfig(nvme=budget)}
+    plan = plan_memory(
+        records(COUNT), config(everything("nvme"), **scarce), available={} if free is None else {NVME: free}
+    )
     assert not plan.versioned
     assert plan.tier_bytes(NVME) == 12 * COUNT
-    enough = 24 * COUNT
-    wide = {**keys, "budgets": BudgetConfig(nvme=budget and enough)}
-    assert plan_memory(
-        records(COUNT), config(everything("nvme"), **wide), free_nvme=free and enough
-    ).versioned
-    asked = config(everything("nvme"), **keys, versions=True)
+    enough = config(everything("nvme"), **keys, budgets=BudgetConfig(nvme=TWO_PLACES))
+    assert plan_memory(records(COUNT), enough, available={NVME: FREE_FOR_TWO}).versioned
     if budget is not None:
         with pytest.raises(BudgetError, match="second places"):
-            plan_memory(records(COUNT), asked)
+            plan_memory(records(COUNT), config(everything("nvme"), **scarce, versions=True))
 
 
 def test_gradients_that_move_to_nvme_come_before_second_places() -> None:

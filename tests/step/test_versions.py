@@ -64,6 +64,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updates at the step": {"gradient_clipping": 0.0, "update": {"in_backward": False}},
     "gradients on nvme": {"placement": {**STATES_ON_NVME, "grad": "nvme"}},
     "gradients on the host": {"placement": {**STATES_ON_NVME, "grad": "host"}},
+    "weights on the host": {"placement": {"param": "host", "states": "nvme"}},
+    "masters on the host": {"placement": {**STATES_ON_NVME, "master": "host"}},
+    "a moment on nvme": {"placement": {"param": "host", "states": "host", "exp_avg": "nvme"}},
     "non-finite steps are skipped": {"gradient_clipping": 0.0, "update": {"on_nonfinite": "skip"}},
     "fp32": {"bf16": None},
     "compact": {"state_layout": "compact"},
@@ -275,9 +278,17 @@ EDITS: dict[str, tuple[Edit, int]] = {
 }
 
 
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
+# The homes of parameters, masters and gradients.
+HOMES = {
+    "nvme": ("nvme", "nvme", "nvme"),
+    "gradients on host": ("nvme", "nvme", "host"),
+    "mixed": ("host", "host", "host"),
+}
+
+
+@pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("name", EDITS)
-def test_what_a_script_does_between_backward_and_step(name: str, gradients: str, tmp_path: Path) -> None:
+def test_what_a_script_does_between_backward_and_step(name: str, homes: str, tmp_path: Path) -> None:
     edit, num_again = EDITS[name]
 
     def script(run: Run) -> None:
@@ -287,7 +298,7 @@ def test_what_a_script_does_between_backward_and_step(name: str, gradients: str,
                 edit(run)
             run.step()
 
-    placement = {**STATES_ON_NVME, "grad": gradients}
+    placement = {"states": "nvme", **dict(zip(("param", "master", "grad"), HOMES[homes], strict=True))}
     adopted, again = compare(script, tmp_path, placement=placement)
     assert (adopted, again) == (3 * NUM_TRIED - num_again, num_again)
 
@@ -454,8 +465,8 @@ def test_a_trial_that_has_not_begun_is_given_up_at_the_step(tmp_path: Path) -> N
             goes_on.set()
             run.runtime.changes.wait_updates()
         assert [trial.is_given_up for trial in tried] == [True] * NUM_TRIED
-        assert run.counts[AGAIN] == NUM_TRIED - 1
-        assert len(staged) == NUM_TRIED + 1  # the five again or for the first time, and the rest
+        assert run.counts == {ADOPTED: 1, UNTRIED: NUM_TRIED}
+        assert len(staged) == NUM_TRIED + 1  # each is updated once, and the rest
 
 
 @pytest.mark.parametrize("by_engine", [True, False])
