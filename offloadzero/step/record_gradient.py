@@ -87,7 +87,7 @@ class RecordGradient:
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
     trial: Tried | None = None  # an update with what is there: [Note: versions] in update/pipeline.py
-    step_has_trial: bool = False  # a step that keeps the gradient here ends it
+    has_left_trial: bool = False  # it is over, or its step ends it
 
     def __post_init__(self) -> None:
         # The place until the step; None: the gradient is consumed as it lands.
@@ -211,7 +211,11 @@ class RecordGradient:
 
     def begin_trial(self, trial: Tried | None) -> None:
         """Let an update be tried with what is there when it has landed."""
-        self.trial, self.step_has_trial = trial, False
+        self.trial, self.has_left_trial = trial, False
+
+    def leave_trial(self) -> None:
+        """Note that the update that was tried is over, or is that of a step. What lands next comes after it."""
+        self.has_left_trial = True
 
     def take_trial(self) -> Tried | None:
         """Return the update that was tried, if any, and know nothing of it any more."""
@@ -306,8 +310,9 @@ class RecordGradient:
         The measured norms are shared: a change at home must wait for the last update first. The update that was tried
         is the step's from now on.
         """
-        self.step_has_trial = True
-        return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+        taken = replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+        self.leave_trial()
+        return taken
 
 
 def end_trial(gradient: RecordGradient) -> Ticket:
@@ -356,6 +361,8 @@ class WindowGradients(dict[int, RecordGradient]):
             landed = gradient.landed
             if gradient.trial is not None:
                 landed = AllOf([landed, gradient.trial.ticket])
+                if gradient.has_left_trial:
+                    gradient.take_trial()  # which knows the gradient: a circle
             self[index] = RecordGradient(gradient.record, landed=landed)
 
     def end_trials(self, *, of_absent: bool = False) -> None:
@@ -364,9 +371,10 @@ class WindowGradients(dict[int, RecordGradient]):
         A step that was taken, and may not be decided yet, ends its own.
         """
         for gradient in self.values():
-            if gradient.trial is None or gradient.step_has_trial or (of_absent and gradient.present):
+            if gradient.trial is None or gradient.has_left_trial or (of_absent and gradient.present):
                 continue
             gradient.trial.give_up()
+            gradient.leave_trial()
 
 
 class Brought(NamedTuple):
