@@ -5,7 +5,6 @@ one place, and it is known how many trials are adopted and how many are done aga
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
