@@ -44,7 +44,7 @@ from offloadzero.core.torch_private import (
     current_graph_task_id,
     queue_backward_callback,
 )
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
@@ -317,12 +317,9 @@ class StepCoordinator:
             )
         self._in_backward = True
         self._closes_window = last_micro_batch
-        self._trial_scale = None
-        if last_micro_batch and self._tries and not self._updates_now:
-            self._trial_scale = self._decider.trial_scale()
-        needs_hypers = self._updates_now or self._trial_scale is not None
-        self._account = Account(self.global_steps + 1, self._current_hypers() if needs_hypers else ())
-        if last_micro_batch and not needs_hypers:
+        hypers = self._current_hypers() if self._updates_now else self._begin_trials()
+        self._account = Account(self.global_steps + 1, hypers)
+        if last_micro_batch and not self._updates_now and self._trial_scale is None:
             order = self._executor.step_order(list(self._staged_records))
             # The forward has waited for the last update of each unit it used, not for those of the others: states that
             # are still being written back must not be read.
@@ -410,6 +407,17 @@ class StepCoordinator:
         # Training cannot stop with half of the updates done.
         hold_until(None if self._backward is None else self._backward.reference)
         return job
+
+    def _begin_trials(self) -> Hypers:
+        """Decide whether this backward tries updates, and with what: [Note: versions] in update/pipeline.py."""
+        self._trial_scale = self._decider.trial_scale() if self._tries and self._closes_window else None
+        if self._trial_scale is None:
+            return ()
+        try:
+            return self._current_hypers()
+        except ConfigError:  # a script may set what is missing before step(), which raises it otherwise
+            self._trial_scale = None
+            return ()
 
     def _trial(self, gradient: RecordGradient) -> Trial | None:
         """Return the update to try when the gradient has landed: [Note: versions] in update/pipeline.py."""

@@ -165,13 +165,13 @@ class Decider:
         scale = self.scale
         decision = decide_step(sq_norms, loss_scale=scale.scale, max_norm=self._max_norm)
         step.decide(decision)
-        is_edited = any(job.gradient.factors for job in step.jobs)  # by a script that clips, say
-        self._were_plain.append(decision.is_plain(scale.scale) and not is_edited)
         self.scale = scale.after_step(finite=decision.apply)
         if decision.apply:
             for job in step.jobs:
                 job.begin(grad_scale=decision.grad_scale)
+            self._note_plain(step, is_plain=decision.is_plain(scale.scale))
             return step.in_order()
+        self._note_plain(step, is_plain=False)
         names = self._non_finite(step)
         if not self._skip_nonfinite:
             self.refuse(step.account, names)  # before any waiting thread can see it
@@ -180,6 +180,11 @@ class Decider:
         for job in step.jobs:
             job.cancel()
         return []
+
+    def _note_plain(self, step: StepJobs, *, is_plain: bool) -> None:
+        """Note whether trials are, or would have been, of use: `tries_updates`. Scripts may clip, too, or set an lr."""
+        in_vain = any(job.was_tried_in_vain or job.gradient.factors for job in step.jobs)
+        self._were_plain.append(is_plain and not in_vain)
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
         """The squared norms on which the decision rests; none where there is nothing to decide."""

@@ -78,7 +78,7 @@ class Trial(RecordUpdate):
         self.grad_scale = grad_scale
         self._lock = threading.Lock()
         self.is_given_up = False
-        self._has_begun = False
+        self.has_begun = False
         self._num_edits = 0
 
     def may_begin(self) -> bool:
@@ -95,7 +95,7 @@ class Trial(RecordUpdate):
             self._num_edits = self.record.edits.num_begun
             counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
             self.ranges = [replace(r, step=r.step + counts[r.group_index]) for r in self.gradient.ranges()]
-            self._has_begun = True
+            self.has_begun = True
             return True
 
     def give_up(self) -> Ticket:
@@ -105,14 +105,14 @@ class Trial(RecordUpdate):
         return self.ticket
 
     def _end(self) -> None:
-        if not self._has_begun and not self.is_given_up:
+        if not self.has_begun and not self.is_given_up:
             self.ticket.fulfil()
         self.is_given_up = True
 
     def has_done(self, job: RecordUpdate) -> bool:
         """Whether what it has written is what `job` would write."""
         return (
-            self._has_begun
+            self.has_begun
             and not self.is_given_up
             and self.ticket.is_fulfilled
             and self._num_edits == self.record.edits.num_begun
@@ -132,6 +132,7 @@ class UpdateJob(RecordUpdate):
         super().__init__(gradient.record, account.hypers, before=before)
         self.gradient = gradient
         self.account = account
+        self.was_tried_in_vain = False
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""
@@ -147,6 +148,7 @@ class UpdateJob(RecordUpdate):
         trial = self.gradient.trial
         if trial is not None and trial.has_done(self):
             self.adopted = trial.ticket
+        self.was_tried_in_vain = trial is not None and trial.has_begun and self.adopted is None
         end_trial(self.gradient)
 
     def release_gradient(self) -> None:

@@ -42,6 +42,8 @@ class Borrowed:
 class Tried(Protocol):
     """An update that reads a gradient before its step is decided."""
 
+    has_begun: bool
+
     @property
     def ticket(self) -> Ticket:
         """Done when all of it is home."""
@@ -217,6 +219,10 @@ class RecordGradient:
         trial, self.trial = self.trial, None
         return trial
 
+    def land_after(self, ticket: Ticket) -> None:
+        """Let what lands next come after `ticket`, too."""
+        self.landed = AllOf([self.landed, ticket])
+
     def pass_in(self, buffer: Borrowed | None) -> None:
         """Be in that host buffer until it is released, or, with None, in the home."""
         self.passing = buffer
@@ -362,7 +368,7 @@ class WindowGradients(dict[int, RecordGradient]):
         """Give up the updates that were tried; `of_absent`: those of gradients that are left out of the step."""
         for gradient in self.values():
             if gradient.trial is not None and not (of_absent and gradient.present):
-                gradient.trial.give_up()
+                gradient.land_after(end_trial(gradient))
 
 
 class Brought(NamedTuple):

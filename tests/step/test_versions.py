@@ -4,9 +4,7 @@ one place, and it is known how many trials are adopted and how many are done aga
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,33 +18,20 @@ from torch.utils.checkpoint import checkpoint
 from offloadzero.core.fail_points import Point
 from offloadzero.errors import NonFiniteError
 from tests.support.faults import delays, fails, observes
-from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, digest, engine_of, micro_batch
 from tests.support.tiny import TinyModel
 from tests.support.versions import (
     ADOPTED,
-    AGAIN,
+    ALL,
+    CLIPS,
+    NEVER_CLIPS,
     NUM_TRIED,
     UNTRIED,
     Run,
     compare,
-    counted,
     running,
+    steps,
     trials,
 )
-
-CLIPS = 1e-3
-NEVER_CLIPS = 1e6
-NUM_STEPS = 4
-ALL = NUM_TRIED * NUM_STEPS
-
-
-def steps(run: Run, *, num_steps: int = NUM_STEPS, num_micro: int = 1, waits: bool = True) -> None:
-    for seed in range(num_steps * num_micro):
-        run.backward(seed, waits=waits)
-        if run.engine is not None or seed % num_micro == num_micro - 1:
-            run.step()
-
 
 # --- settings ---
 
@@ -64,6 +49,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updates at the step": {"gradient_clipping": 0.0, "update": {"in_backward": False}},
     "gradients on nvme": {"placement": {**STATES_ON_NVME, "grad": "nvme"}},
     "gradients on the host": {"placement": {**STATES_ON_NVME, "grad": "host"}},
+    "weights on the host": {"placement": {"param": "host", "states": "nvme"}},
+    "masters on the host": {"placement": {**STATES_ON_NVME, "master": "host"}},
+    "a moment on nvme": {"placement": {"param": "host", "states": "host", "exp_avg": "nvme"}},
     "non-finite steps are skipped": {"gradient_clipping": 0.0, "update": {"on_nonfinite": "skip"}},
     "fp32": {"bf16": None},
     "compact": {"state_layout": "compact"},
@@ -187,178 +175,6 @@ def test_a_step_that_is_refused_takes_no_trial(by_engine: bool, tmp_path: Path) 
     assert compare(script, tmp_path, by_engine=by_engine, **keys) == (2 * NUM_TRIED, 0)
 
 
-# --- what scripts do between backward and step ---
-
-Edit = Callable[[Run], object]
-
-
-def param(run: Run, name: str = "blocks.1.up.weight") -> Any:
-    return run.model.get_parameter(name)
-
-
-def group(**options: Any) -> Edit:
-    return lambda run: run.optimizer.param_groups[0].update(options)
-
-
-def of_grad(edit: Callable[[Tensor], object]) -> Edit:
-    return lambda run: edit(param(run).grad)
-
-
-def assign(make: Callable[[Tensor], Tensor | None]) -> Edit:
-    def edit(run: Run) -> None:
-        param(run).grad = make(param(run).grad)
-
-    return edit
-
-
-def swap(run: Run) -> None:
-    one, other = param(run), param(run, "blocks.2.up.weight")
-    one.grad, other.grad = other.grad, one.grad
-
-
-def write_weight(run: Run) -> None:
-    with torch.no_grad():
-        param(run).mul_(0.5)
-
-
-def write_state(run: Run) -> None:
-    run.optimizer.state[param(run)]["exp_avg"].add_(0.25)
-
-
-def see_states(run: Run) -> None:
-    run.seen += [
-        copy.deepcopy(run.optimizer.state_dict()),
-        {n: v.clone() for n, v in run.model.state_dict().items()},
-    ]
-
-
-def load_states(run: Run) -> None:
-    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
-def clip(run: Run, norm: float) -> None:
-    run.seen.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), norm))
-
-
-def backward_after_zero_grad(run: Run) -> None:
-    run.optimizer.zero_grad()
-    run.backward(31)
-
-
-def step_before(run: Run) -> None:
-    run.optimizer.step()  # and once more, with the same gradients
-
-
-# What a script does, and how many of the step's trials are done again then.
-EDITS: dict[str, tuple[Edit, int]] = {
-    "nothing": (lambda _: None, 0),
-    "another lr": (group(lr=3e-3), NUM_TRIED),
-    "another weight decay": (group(weight_decay=0.3), NUM_TRIED),
-    "a factor": (of_grad(lambda grad: grad.mul_(0.5)), 1),
-    "a factor that rounds": (of_grad(lambda grad: grad.mul_(1.1)), 1),
-    "zeros": (of_grad(lambda grad: grad.zero_()), 1),
-    "an element": (of_grad(lambda grad: grad[0].fill_(3.0)), 1),
-    "a look": (lambda run: run.seen.append(param(run).grad.clone()), 0),
-    "assigned": (assign(lambda grad: grad.clone() * 2), 1),
-    "assigned the same": (assign(lambda grad: grad.clone()), 1),
-    "dropped": (assign(lambda _: None), 1),
-    "swapped": (swap, 2),
-    "clipped": (partial(clip, norm=CLIPS), NUM_TRIED),
-    "not clipped": (partial(clip, norm=NEVER_CLIPS), 0),
-    "a weight": (write_weight, 1),
-    "a state": (write_state, 1),
-    "states seen": (see_states, 0),
-    "states loaded": (load_states, NUM_TRIED),
-    "zero_grad and another backward": (backward_after_zero_grad, 0),
-    "another backward": (lambda run: run.backward(31), 0),
-    "another backward, scaled": (lambda run: run.backward(31, times=0.5), 0),
-}
-
-
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-@pytest.mark.parametrize("name", EDITS)
-def test_what_a_script_does_between_backward_and_step(name: str, gradients: str, tmp_path: Path) -> None:
-    edit, num_again = EDITS[name]
-
-    def script(run: Run) -> None:
-        for seed in range(3):
-            run.backward(seed)
-            if seed == 1:
-                edit(run)
-            run.step()
-
-    placement = {**STATES_ON_NVME, "grad": gradients}
-    adopted, again = compare(script, tmp_path, placement=placement)
-    assert (adopted, again) == (3 * NUM_TRIED - num_again, num_again)
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_what_a_script_does_while_trials_run(name: str, tmp_path: Path, faults: ExitStack) -> None:
-    """How many are adopted then is a question of time."""
-    faults.enter_context(delays("update.compute", 0.01))
-
-    def script(run: Run) -> None:
-        for seed in range(3):
-            run.backward(seed, waits=False)
-            EDITS[name][0](run)
-            run.step()
-
-    compare(script, tmp_path)
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9),
-    "SGD without states": lambda model: torch.optim.SGD(model.parameters(), lr=1e-1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_steps_with_the_same_gradients_take_a_trial_once(name: str, tmp_path: Path) -> None:
-    def script(run: Run) -> None:
-        for seed in range(2):
-            run.backward(seed)
-            run.optimizer.step()
-            run.step()
-
-    assert compare(script, tmp_path, optimizer=OPTIMIZERS[name]) == (2 * NUM_TRIED, 0)
-
-
-def test_gradients_that_are_dropped_before_the_step_is_decided(tmp_path: Path, faults: ExitStack) -> None:
-    """As in most loops: zero_grad() right after step()."""
-    faults.enter_context(delays("decider.decide", 0.02))
-    assert compare(steps, tmp_path) == (ALL, 0)
-
-
-def test_a_loop_that_always_clips_goes_on_trying_where_that_changes_nothing(tmp_path: Path) -> None:
-    def script(run: Run) -> None:
-        for seed in range(NUM_STEPS):
-            run.backward(seed)
-            clip(run, NEVER_CLIPS)
-            run.step()
-
-    assert compare(script, tmp_path) == (ALL, 0)
-
-
-def test_a_checkpoint_between_backward_and_step(tmp_path: Path) -> None:
-    """What is saved there is the states before the step; what is loaded there replaces the gradients."""
-
-    def script(run: Run) -> None:
-        run.backward(0)
-        run.step()
-        run.backward(1)
-        run.engine.save_checkpoint(tmp_path / "saved", tag="before")
-        run.step()
-        run.backward(2)
-        run.engine.load_checkpoint(tmp_path / "saved", tag="before")
-        run.seen.append(copy.deepcopy(run.optimizer.state_dict()))
-        run.backward(3)
-        run.step()
-
-    keys = {"gradient_clipping": NEVER_CLIPS}
-    assert compare(script, tmp_path, by_engine=True, **keys) == (3 * NUM_TRIED, 0)
-
-
 # --- models ---
 
 
@@ -454,8 +270,8 @@ def test_a_trial_that_has_not_begun_is_given_up_at_the_step(tmp_path: Path) -> N
             goes_on.set()
             run.runtime.changes.wait_updates()
         assert [trial.is_given_up for trial in tried] == [True] * NUM_TRIED
-        assert run.counts[AGAIN] == NUM_TRIED - 1
-        assert len(staged) == NUM_TRIED + 1  # the five again or for the first time, and the rest
+        assert run.counts == {ADOPTED: 1, UNTRIED: NUM_TRIED}
+        assert len(staged) == NUM_TRIED + 1  # each is updated once, and the rest
 
 
 @pytest.mark.parametrize("by_engine", [True, False])
@@ -523,62 +339,3 @@ def test_updates_that_run_in_backward_anyway_have_no_second_place(tmp_path: Path
             line for line in run.runtime.plan.lines if line.what == "second places" and line.num_bytes
         ]
         steps(run)
-
-
-def test_a_state_is_written_while_its_trial_runs(tmp_path: Path) -> None:
-    """The write waits for the trial, which nobody adopts."""
-    with running(tmp_path, versions=True, by_engine=False) as run:
-        order: list[str] = []
-        with (
-            observes("update.compute", before=lambda _: order.append("begun"), about="blocks.1"),
-            delays("update.compute", 0.2, about="blocks.1"),
-            observes("update.compute", after=lambda _: order.append("computed"), about="blocks.1"),
-        ):
-            run.backward(0, waits=False)
-            while not order:
-                pass
-            write_state(run)
-            order.append("written")
-            run.step()
-            run.runtime.changes.wait_updates()
-        assert order == ["begun", "computed", "written", "begun", "computed"]
-
-
-# --- several ranks ---
-
-
-def train_sharded(rank: int, directory: str) -> dict[str, Any]:
-    """By case: losses, bits of weights and states, and what became of the trials."""
-    found: dict[str, Any] = {}
-    for stage, clipping in [(1, NEVER_CLIPS), (2, NEVER_CLIPS), (3, NEVER_CLIPS), (3, 0.05), (3, 0.0)]:
-        for versions in (False, True):
-            keys = {"gradient_clipping": clipping, "offloadzero": {"versions": versions}}
-            config = config_of("nvme", stage, Path(directory), world_size=2, **keys)
-            with counted() as counts:
-                engine = engine_of(config)
-                seen: list[Any] = []
-                for seed in range(3):
-                    loss = engine(micro_batch(seed, rank, 2))
-                    engine.backward(loss)
-                    for trial in trials(engine._runtime):
-                        trial.ticket.wait()
-                    engine.step()
-                    seen += [loss.item(), engine.get_global_grad_norm()]
-                states = digest(dict(engine.module.state_dict()))
-                for number, of_one in engine.optimizer.state_dict()["state"].items():
-                    states |= digest({f"{number} {name}": torch.as_tensor(v) for name, v in of_one.items()})
-                engine.close()
-            found[f"{stage} {clipping} {versions}"] = [seen, states, dict(counts)]
-    return found
-
-
-def test_ranks_adopt_trials_each_for_itself(tmp_path: Path) -> None:
-    """Where each rank has a part of the weights; else all weights are on each, and no record is on nvme whole."""
-    for found in run_ranks(train_sharded, 2, tmp_path, str(tmp_path)):
-        for case in {name.rsplit(" ", 1)[0] for name in found}:
-            (seen, states, before), (now, states_now, counts) = found[f"{case} False"], found[f"{case} True"]
-            assert (now, states_now) == (seen, states), case
-            assert set(before) == {UNTRIED}
-            is_plain = case in (f"3 {NEVER_CLIPS}", "3 0.0")
-            assert (counts.get(ADOPTED, 0) > 0) == is_plain, (case, counts)
-            assert counts.get(AGAIN, 0) == 0 or not is_plain

@@ -20,6 +20,10 @@ from tests.support.tiny import TinyModel, make_engine, settings, tokens
 
 ADOPTED, AGAIN, UNTRIED = "adopted", "again", "untried"
 NUM_TRIED = 5  # of the six records of the model: the rest stays on the device
+CLIPS = 1e-3
+NEVER_CLIPS = 1e6
+NUM_STEPS = 4
+ALL = NUM_TRIED * NUM_STEPS
 
 
 @contextmanager
@@ -161,3 +165,11 @@ def compare(script: Script, directory: Path, *, by_engine: bool = False, **keys:
         assert torch.equal(now, values) if isinstance(values, torch.Tensor) else now == values, name
     assert counts_now.total() == counts.total()
     return counts_now[ADOPTED], counts_now[AGAIN]
+
+
+def steps(run: Run, *, num_steps: int = NUM_STEPS, num_micro: int = 1, waits: bool = True) -> None:
+    """A training of so many steps."""
+    for seed in range(num_steps * num_micro):
+        run.backward(seed, waits=waits)
+        if run.engine is not None or seed % num_micro == num_micro - 1:
+            run.step()
