@@ -26,6 +26,7 @@ the norm.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -321,8 +322,7 @@ class StepCoordinator:
         self._account = Account(self.global_steps + 1, hypers)
         if last_micro_batch and not self._updates_now and self._trial_scale is None:
             order = self._executor.step_order(list(self._staged_records))
-            # The forward has waited for the last update of each unit it used, not for those of the others: states that
-            # are still being written back must not be read.
+            # The forward has waited for the units it used. States that are still being written must not be read.
             home = itertools.takewhile(lambda index: self._changes.update_ticket(index).done(), order)
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
         backward = _Backward(self._end_backward)
@@ -410,19 +410,16 @@ class StepCoordinator:
 
     def _begin_trials(self) -> Hypers:
         """Decide whether this backward tries updates, and with what: [Note: versions] in update/pipeline.py."""
-        self._trial_scale = self._decider.trial_scale() if self._tries and self._closes_window else None
-        if self._trial_scale is None:
-            return ()
-        try:
-            return self._current_hypers()
-        except ConfigError:  # a script may set what is missing before step(), which raises it otherwise
-            self._trial_scale = None
-            return ()
+        self._trial_scale = None
+        if self._tries and self._closes_window:
+            with contextlib.suppress(ConfigError):  # step() raises it, unless the script sets what is missing
+                hypers, self._trial_scale = self._current_hypers(), self._decider.trial_scale()
+                return hypers
+        return ()
 
     def _trial(self, gradient: RecordGradient) -> Trial | None:
         """Return the update to try when the gradient has landed: [Note: versions] in update/pipeline.py."""
-        home = gradient.home
-        if self._trial_scale is None or not gradient.record.has_versions or home is None or home.is_on_device:
+        if self._trial_scale is None or not gradient.record.has_versions:
             return None
         before = self._changes.update_ticket(gradient.record.index)
         return Trial(gradient, self._account, before=before, grad_scale=self._trial_scale)
