@@ -259,7 +259,9 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
         for kind, (dtype, num_elements) in record.layout.items():
             tier = plan.placement[record.index, kind]
             parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []
-            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier, parts)
+            record.segments[kind] = store.create(
+                record.name, kind, dtype, num_elements, tier, parts, versions=record.index in plan.versioned
+            )
         if record.keeps_whole_params:
             whole = record.segments[SegmentKind.PARAM]
             start, stop = record.shard.kept_range(record.num_trainable)

@@ -25,8 +25,9 @@ from offloadzero.core.segments import TierName
 from offloadzero.engine.join import expect_built
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
+from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.step.work import Uses
+from offloadzero.planning.update_rules import keeps_gradients, with_kept_gradients
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.streaming.building.coded_parameters import attached_bytes
 from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
