@@ -148,6 +148,11 @@ class WeightAccess:
         """The number of the record's updates begun so far."""
         return self._changes.num_updates(record.index)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a module is in its forward, or backward runs an operation on this thread."""
+        return self._units.is_running
+
     def is_in_forward(self, record: Record) -> bool:
         """Whether a module that needs the record computes."""
         return self._units.pinned_parameters(record.index) is not None
@@ -246,6 +251,11 @@ class SlotWeight(Weight):
     def version(self) -> tuple[int, int]:
         """The numbers of the unit's updates begun so far, and of writes to this parameter."""
         return self._access.num_updates(self._record), self._slot.num_writes[SegmentKind.PARAM]
+
+    @property
+    def is_computed_with(self) -> bool:
+        """Whether a module of the model is in its forward, or in a backward on this thread."""
+        return self._access.is_running
 
     def read(self, *, to_write: bool = False) -> torch.Tensor:
         """Return the value on the device."""
