@@ -129,7 +129,7 @@ class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.parametrize":
             if given[0] is self and weight_of(self).is_computed_with:
-                return self
+                return cast("Tensor", self)
             raise StateError(
                 f"{weight_of(self).name}: register parametrizations before offload(), of parameters that still have "
                 "memory of their own, or call restore_model() first"
