@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -423,6 +424,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The compact layout adds the moments' codes and scales, from which loading continues with the same bits. A change
         of these tensors in place is written to the states, as in torch. Raises StateError where the engine is closed.
         """
+        caller = sys._getframe(1)
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) == ("accelerate.optimizer", "__init__"):
+            return _Unmoved()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         weights = self.runtime.weights
@@ -456,6 +460,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
             StateError: the engine is closed, or a group would be another optimizer's: `use_muon`.
         """
+        if isinstance(state_dict, _Unmoved):
+            return
         state_dict = dict(
             state_dict
         )  # a hook may assign items; a StateDict's own copy() would copy all tensors
@@ -475,6 +481,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         load.apply(self.runtime.weights, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+class _Unmoved(dict[str, Any]):
+    """What accelerate gets to move all states to the device, in which there may be no room, and gives back: none."""
 
 
 # --- the groups that the optimizer had ---
