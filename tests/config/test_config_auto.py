@@ -245,12 +245,12 @@ def test_one_error_names_all_that_is_left_at_auto(opened: list[Any]) -> None:
     )
     model = linear()
     says = (
-        rf"^gradient_accumulation_steps = 'auto': write a number: {NOBODY}; or give train_batch_size and .* it follows\. "
+        rf"^gradient_accumulation_steps = 'auto': write a number: {NOBODY}; or give train_batch_size and .* follows\. "
         r"So it is with optimizer\.params\.lr, scheduler\.params\.warmup_num_steps$"
     )
     with pytest.raises(ConfigError, match=says):
         offloadzero.initialize(model=model, config=config, model_parameters=model.parameters())
-    says = rf"^optimizer\.params\.lr = 'auto': write a number: {NOBODY}; or pass an optimizer\. So it is with scheduler\."
+    says = rf"^optimizer\.params\.lr = 'auto': write a number: {NOBODY}; or pass an optimizer\. So it is with sched"
     config["gradient_accumulation_steps"] = 2
     with pytest.raises(ConfigError, match=says):
         offloadzero.initialize(model=model, config=config)
