@@ -25,6 +25,11 @@ from offloadzero.ranks.group import Group, digest
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
+# Of a rank that is in another library's collective nothing tells that it will not come.
+_ADVICE = (
+    "All ranks must read it, as in state_dict(): one that saves alone waits for the others. Under the Trainer of "
+    "transformers, put CollectiveSaving (offloadzero.integrations.transformers) before its class"
+)
 _SAVES = "saves"  # the act of a rank that follows the first one, or ends what leads the others
 _ENDED, _FAILED = -1, -2  # in the place of a record's number, where the first rank reads no more
 
@@ -51,7 +56,8 @@ class Announcements:
         """
         if not self._follows:
             text = f"reads {slot.name} ({kind.value}){' to save it' if self.leads else ''}"
-            self._say(text, record.index, slot.index, record.spec.kinds.index(kind) if self.leads else 0)
+            number = record.spec.kinds.index(kind) if self.leads else 0
+            self._say(text, record.index, slot.index, number, advice="" if self.leads else _ADVICE)
 
     def announce(self, act: str, *, label: str = "") -> None:
         """Tell the others what this rank does next. Raises StateError unless all do the same.
@@ -97,13 +103,15 @@ class Announcements:
             finally:
                 self._follows = False
 
-    def _say(self, act: str, index: int = 0, place: int = 0, kind: int = 0, *, label: str = "") -> list[int]:
+    def _say(
+        self, act: str, index: int = 0, place: int = 0, kind: int = 0, *, label: str = "", advice: str = ""
+    ) -> list[int]:
         """Tell the others the next act. Returns what the first rank reads, the numbers after `act`."""
         label = label or f"what the ranks do ({act})"
         if self._channel.spec.world_size > 1 and is_fake():
             raise StateError(f"{label}: the other ranks' parts are not there in torch's fake process group")
         own = [digest(act), int(self.leads), index, place, kind]
-        first, *others = self._channel.by_rank(own, label)
+        first, *others = self._channel.by_rank(own, label, advice=advice)
         expected = [digest(_SAVES), 0, 0, 0, 0] if first[1] else first
         if any(other != expected for other in others):
             self._has_departed = True

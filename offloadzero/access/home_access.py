@@ -94,11 +94,7 @@ class HomeAccess:
         ranks each writes its part; one that writes other values is found at the next fetch or step. Raises
         what `read` raises.
         """
-        for kind, values in parts.items():
-            self._group.note_write(record.index, slot.index, kind.value, values=values)
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
-        if has_changes:
-            slot.num_writes.update(parts.keys())
         with self._clock.waiting("state access"):
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
@@ -108,6 +104,14 @@ class HomeAccess:
                 with self._store.failures.handed_over():
                     ahead.wait()
                 with self._store.failures.whole(f"the write of {slot.name}"):
+                    for kind, values in parts.items():
+                        start, kept = _kept(record, slot, kind, values)
+                        self._store.move_written(segments[kind], kept, start=start)
+                    # A move that is refused has changed nothing.
+                    for kind, values in parts.items():
+                        self._group.note_write(record.index, slot.index, kind.value, values=values)
+                    if has_changes:
+                        slot.num_writes.update(parts.keys())
                     if SegmentKind.PARAM in parts:
                         self._changes.begin_edit(record.index)
                     with self._store.failures.handed_over():
@@ -169,11 +173,16 @@ class HomeAccess:
 
     def _begin_write(self, record: Record, slot: ParamSlot, segment: Segment, source: torch.Tensor) -> Ticket:
         """Begin to write the part of `source`, all of a slot's elements, that is kept here."""
-        place = kept_place(record, slot, segment.kind)
-        if not place.num_elements:
-            return FINISHED
-        part = source[place.skipped : place.skipped + place.num_elements]
-        return self._store.write(segment, part, start=place.start)
+        start, kept = _kept(record, slot, segment.kind, source)
+        return self._store.write(segment, kept, start=start) if kept.numel() else FINISHED
+
+
+def _kept(
+    record: Record, slot: ParamSlot, kind: SegmentKind, values: torch.Tensor
+) -> tuple[int, torch.Tensor]:
+    """Where the part of a slot's `values` that is kept here begins in the home, and the part."""
+    place = kept_place(record, slot, kind)
+    return place.start, values[place.skipped : place.skipped + place.num_elements]
 
 
 def _is_whole(record: Record, segment: Segment) -> bool:

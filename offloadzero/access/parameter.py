@@ -138,9 +138,14 @@ class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
         """Refuse, as the tensors that stand for the value do."""
         value_of(self)._refuse("map_()")
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the memory of a weight belongs to its tier."""
+    def set_(self, *given: Any, **__: Any) -> Tensor:
+        """Refuse: the memory of a weight belongs to its tier.
+
+        In a forward a parametrization comes and goes that leaves the parameter as it is: PEFT's for experts.
+        """
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.parametrize":
+            if given[0] is self and weight_of(self).is_computed_with:
+                return cast("Tensor", self)
             raise StateError(
                 f"{weight_of(self).name}: register parametrizations before offload(), of parameters that still have "
                 "memory of their own, or call restore_model() first"

@@ -19,7 +19,7 @@ from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.errors import BudgetError, ConfigError, StateError
 from offloadzero.memory.store import TieredStore
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -148,6 +148,11 @@ class WeightAccess:
         """The number of the record's updates begun so far."""
         return self._changes.num_updates(record.index)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a module is in its forward, or backward runs an operation on this thread."""
+        return self._units.is_running
+
     def is_in_forward(self, record: Record) -> bool:
         """Whether a module that needs the record computes."""
         return self._units.pinned_parameters(record.index) is not None
@@ -194,7 +199,7 @@ class WeightAccess:
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write the changes made in place to these slots' parameters in the forward that now ends.
 
-        Raises StateError where it had only their codes.
+        Raises StateError where it had only their codes, BudgetError where one has no room.
         """
         flat, slots = self._units.pinned_parameters(record.index), [record.slots[place] for place in places]
         if flat is None:
@@ -207,9 +212,13 @@ class WeightAccess:
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
                 "parameter would lose its exact values. Write it outside of the forward"
             )
-        for slot in slots:
-            new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
-            self._commit_in_place(record, slot, new)
+        try:
+            for slot in slots:
+                new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
+                self._commit_in_place(record, slot, new)
+        except BudgetError:  # a weight that was read in place has no room elsewhere, and keeps its value
+            self._units.forget_written(record.index)
+            raise
 
     def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
         """Write the changes made in a forward to a parameter, also where the forward has written the home itself.
@@ -242,6 +251,11 @@ class SlotWeight(Weight):
     def version(self) -> tuple[int, int]:
         """The numbers of the unit's updates begun so far, and of writes to this parameter."""
         return self._access.num_updates(self._record), self._slot.num_writes[SegmentKind.PARAM]
+
+    @property
+    def is_computed_with(self) -> bool:
+        """Whether a module of the model is in its forward, or in a backward on this thread."""
+        return self._access.is_running
 
     def read(self, *, to_write: bool = False) -> torch.Tensor:
         """Return the value on the device."""

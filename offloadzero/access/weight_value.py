@@ -21,6 +21,11 @@ class Weight(RemoteValue):
         super().__init__(name, shape, dtype, device)
         self._held: weakref.ref[Alias] | None = None
 
+    @property
+    def is_computed_with(self) -> bool:
+        """Whether a module of the model is in its forward, or in a backward on this thread."""
+        raise NotImplementedError
+
     def alias(self) -> Alias:
         """Return the value behind `param.data`, the same object until `assign` as long as a script holds it."""
         alias = self._held_alias()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from offloadzero.access.dtensors import LocalParameters
 from offloadzero.api.arguments import Collate, config_source, make_loader
-from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler
+from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler, unresolved_keys
 from offloadzero.api.engine import Engine
 from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer
 from offloadzero.api.optimizer_checks import check_optimizers, groups_of
@@ -134,7 +134,9 @@ def _make_engine(
         raise ConfigError("model", None, "pass an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
-    settings = _settled(settings, optimizer, lr_scheduler)
+    if isinstance(model_parameters, Iterator):
+        model_parameters = list(model_parameters)
+    settings = _settled(settings, optimizer, model_parameters, lr_scheduler)
     loader = None
     if training_data is not None:
         loader = make_loader(
@@ -182,14 +184,31 @@ def _make_engine(
         raise
 
 
+def _unresolved(
+    settings: OffloadConfig, optimizer: OptimizerSource, model_parameters: Any, lr_scheduler: SchedulerSource
+) -> dict[str, str]:
+    """The keys of optimizer and schedule whose "auto" is not taken, with what may be given in their place."""
+    found: dict[str, str] = {}
+    block, schedule = settings.optimizer, settings.scheduler
+    groups = model_parameters if isinstance(model_parameters, list | tuple) else ()
+    have_rates = bool(groups) and all(isinstance(group, dict) and "lr" in group for group in groups)
+    if optimizer is None and block is not None and block.params["lr"] is None and not have_rates:
+        found["optimizer.params.lr"] = "; or pass an optimizer"
+    if lr_scheduler is None and schedule is not None:
+        found |= dict.fromkeys(unresolved_keys(schedule), "")
+    return found
+
+
 def _settled(
-    settings: OffloadConfig, optimizer: OptimizerSource, lr_scheduler: SchedulerSource
+    settings: OffloadConfig, optimizer: OptimizerSource, model_parameters: Any, lr_scheduler: SchedulerSource
 ) -> OffloadConfig:
     if optimizer is None and settings.optimizer is None:
         settings = with_unused_blocks(settings, scheduler="there is no optimizer")
     else:
         settings = with_unused_blocks(
-            settle_for_initialize(settings),
+            settle_for_initialize(
+                settings, unresolved=_unresolved(settings, optimizer, model_parameters, lr_scheduler)
+            ),
             optimizer=None if optimizer is None else "initialize() is given an optimizer",
             scheduler=None if lr_scheduler is None else "initialize() is given a scheduler",
         )

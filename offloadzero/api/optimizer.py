@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -433,6 +434,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         torch. The compact layout adds its codes and scales, so that loading continues with the same bits. Raises
         StateError if the engine is closed.
         """
+        caller = sys._getframe(1)
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) == ("accelerate.optimizer", "__init__"):
+            return _Unmoved()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         weights = self.runtime.weights
@@ -465,6 +469,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
             StateError: the engine is closed, or a group would be another optimizer's: `use_muon`.
         """
+        if isinstance(state_dict, _Unmoved):
+            return
         state_dict = dict(
             state_dict
         )  # a hook may assign items; a StateDict's own copy() would copy all tensors
@@ -484,6 +490,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         load.apply(self.runtime.weights, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+class _Unmoved(dict[str, Any]):
+    """What accelerate gets to move all states to the device, in which there may be no room, and gives back: none."""
 
 
 # --- the groups that the optimizer had ---

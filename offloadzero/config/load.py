@@ -15,8 +15,14 @@ from typing import Any
 
 from offloadzero.config.deepspeed import Reading, read_deepspeed
 from offloadzero.config.own_block import PARTITION_KEY, read_own_block
-from offloadzero.config.readers import MAX_COUNT, UNRESOLVED, NvmePath, read_int
-from offloadzero.config.schema import DEFAULT_GRADIENT_CLIPPING, OffloadConfig
+from offloadzero.config.readers import AUTO, MAX_COUNT, UNRESOLVED, NvmePath, read_int
+from offloadzero.config.schema import (
+    ACCUMULATION_STEPS,
+    DEFAULT_GRADIENT_CLIPPING,
+    MICRO_BATCH,
+    TRAIN_BATCH,
+    OffloadConfig,
+)
 from offloadzero.config.source import plain_values, read_source
 from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError, abbreviated
@@ -151,16 +157,26 @@ def settle_partition(config: OffloadConfig) -> OffloadConfig:
     return replace(config, partition_activations=False, warnings=(*config.warnings, warning))
 
 
-def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
+def settle_for_initialize(
+    config: OffloadConfig, *, unresolved: Mapping[str, str] | None = None
+) -> OffloadConfig:
     """Fill in DeepSpeed's defaults, and warn of those that change the training.
 
+    Args:
+        unresolved: keys whose "auto" is not taken, with what to give in their place ("" for nothing else).
+
     Raises:
-        ConfigError: the number of micro batches per step is "auto" and does not follow from the batch sizes.
+        ConfigError: there are such keys, or the number of micro batches per step is "auto" and does not follow from
+            the batch sizes. It names all of them.
     """
-    steps = "gradient_accumulation_steps"
-    if steps in config.batch.unresolved and config.batch.managed:
-        sizes = "train_batch_size and train_micro_batch_size_per_gpu"
-        raise ConfigError(steps, "auto", f"{UNRESOLVED}; or give {sizes}, from which it follows")
+    wanted = dict(unresolved or {})
+    if ACCUMULATION_STEPS in config.batch.unresolved and config.batch.managed:
+        sizes = f"{TRAIN_BATCH} and {MICRO_BATCH}"
+        wanted = {ACCUMULATION_STEPS: f"; or give {sizes}, from which it follows", **wanted}
+    if wanted:
+        (key, instead), *others = wanted.items()
+        also = f". So it is with {', '.join(other for other, _ in others)}" if others else ""
+        raise ConfigError(key, AUTO, f"{UNRESOLVED}{instead}{also}")
     if config.gradient_clipping is not None:
         return config
     warning = (

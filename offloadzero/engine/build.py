@@ -23,7 +23,7 @@ from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.join import expect_same_homes, expect_same_model
 from offloadzero.engine.lifetime import Resources
-from offloadzero.engine.planned_model import uses_of
+from offloadzero.engine.planned_model import may_lie_in_files, reads_in_place, uses_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
@@ -34,7 +34,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.engine_plan import plan_engine
-from offloadzero.planning.machine import cores_beside_launching, nearest_directory
+from offloadzero.planning.machine import cores_beside_launching
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import WHOLE, divides_params, divides_states
@@ -150,28 +150,20 @@ def find_sources(records: Sequence[Record], config: OffloadConfig, group: Group)
 
     A parameter has a source on all ranks or on none, as they plan alike.
     """
-    drives = {os.stat(nearest_directory(path)).st_dev for path in config.nvme_paths}
-    is_asked = config.frozen_weights == "in_place"
-    if config.frozen_weights == "copy" or not drives or (config.aio.checksums and not is_asked):
+    if config.frozen_weights == "copy" or not config.nvme_paths:
         return
-    frozen = [
-        (record, slot)
-        for record in records
-        for slot in record.slots
-        if not slot.trainable and not record.keeps_whole_params and not is_offloaded(slot.param)
-    ]
+    frozen = [(record, slot) for record, slot in may_lie_in_files(records) if not is_offloaded(slot.param)]
     mapped = MappedFiles()
     for record, slot in frozen:
         source = mapped.find(slot.param.data) if slot.param.dtype == record.dtype else None
-        # Of another drive nobody has said that it is as fast, nor one of several as they are together.
-        if source is not None and (is_asked or drives == {source.file.status.st_dev}):
+        if source is not None and reads_in_place(config, source.file.status.st_dev):
             slot.source = source
     lacking = torch.tensor([slot.source is None for _, slot in frozen], dtype=torch.uint8, device="cpu")
     group.control.all_reduce(lacking, "the parameters that lie in files", largest=True)
     for (_, slot), is_lacking in zip(frozen, lacking.tolist(), strict=True):
         slot.source = None if is_lacking else slot.source
     copied = [slot.name for _, slot in frozen if slot.source is None]
-    if is_asked and copied:
+    if config.frozen_weights == "in_place" and copied:
         log.warning(
             'offloadzero.frozen_weights is "in_place", and %d of %d frozen parameters are copied (%s): their memory is '
             "no file that is mapped on this filesystem, in the dtype that is trained in, and unwritten",

@@ -8,9 +8,11 @@ made by the engine's own functions, and equals the plan that the engine makes of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import os
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,16 +23,19 @@ from offloadzero.config import (
     settle_for_offload,
     settle_partition,
 )
-from offloadzero.core.segments import TierName
+from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.join import expect_built
+from offloadzero.memory.mapped_files import FileRange, UnopenedFile
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.machine import nearest_directory
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.step.work import Uses
 from offloadzero.planning.update_rules import keeps_gradients, with_kept_gradients
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.streaming.building.coded_parameters import attached_bytes
 from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
@@ -68,6 +73,17 @@ class PlannedModel:
         return sum(record.num_params for record in self.records)
 
     @property
+    def in_place_bytes(self) -> int:
+        """The bytes of frozen weights that are read from the model's own files, on nvme of all ranks together."""
+        on_files = [r for r in self.records if self.plan.placement[r.index, SegmentKind.PARAM].is_file]
+        return sum(
+            slot.num_elements * record.dtype.itemsize
+            for record in on_files
+            for slot in record.slots
+            if slot.source is not None
+        )
+
+    @property
     def num_trainable(self) -> int:
         """The number of elements that the optimizer updates, without padding."""
         return sum(slot.num_elements for record in self.records for slot in record.trainable_slots)
@@ -103,11 +119,14 @@ class ModelPlanner:
     Their plans share the records.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weights: Sequence[Path] = ()) -> None:
+        """Plan `model`, whose weights lie in the files `weights`, if it has any on this machine."""
         self._model = model
+        self._weights = weights
         of_buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
         self._buffer_bytes = of_buffers + attached_bytes(model)
         self._built_bytes = sum(param.numel() * param.itemsize for param in model.parameters())
+        self._file = UnopenedFile(str(weights[0].parent) if weights else "the model's files")
         self._cuts: dict[Hashable, UnitCut] = {}
 
     def plan(
@@ -145,7 +164,7 @@ class ModelPlanner:
             plan=plan,
             checkpointed=tuple(checkpointed),
             buffer_bytes=self._buffer_bytes,
-            built_bytes=self._built_bytes,
+            built_bytes=self._built_bytes - _in_place_bytes(cut.records),
         )
 
     def _cut(self, config: OffloadConfig, spec: AnySpec) -> UnitCut:
@@ -161,7 +180,8 @@ class ModelPlanner:
         }
         # Planning gives the gradients of the records their dtype: plans with another one have records of their own.
         grad_dtype = keeps_gradients(config) and config.precision.grad_accum_dtype
-        key = (config.units, spec.name, grad_dtype, *settings.values())
+        source = self._source(config)
+        key = (config.units, spec.name, grad_dtype, source, *settings.values())
         if key not in self._cuts:
             names = {id(param): name for name, param in self._model.named_parameters()}
             trained = [param for param in self._model.parameters() if param.requires_grad]
@@ -174,7 +194,39 @@ class ModelPlanner:
                 group_specs=[spec.of_group(group) for group in groups],
                 **settings,
             )
+            for record, slot in may_lie_in_files(self._cuts[key].records) if source is not None else ():
+                if config.frozen_weights == "in_place" or slot.param.dtype == record.dtype:
+                    slot.source = source
         return self._cuts[key]
+
+    def _source(self, config: OffloadConfig) -> FileRange | None:
+        """Where frozen weights lie that are read in place; None: they are copied."""
+        drives = {os.stat(path).st_dev for path in self._weights}
+        drive = drives.pop() if len(drives) == 1 else None
+        return FileRange(self._file, 0) if reads_in_place(config, drive) else None
+
+
+def reads_in_place(config: OffloadConfig, drive: int | None) -> bool:
+    """Whether frozen weights are read from files on a drive (`st_dev`), if they lie there: [Note: weights in place]."""
+    if config.frozen_weights != "auto":
+        return config.frozen_weights == "in_place" and bool(config.nvme_paths)
+    # Of another drive nobody has said that it is as fast, nor one of several as they are together.
+    drives = {os.stat(nearest_directory(path)).st_dev for path in config.nvme_paths}
+    return drives == {drive} and not config.aio.checksums
+
+
+def may_lie_in_files(records: Sequence[Record]) -> list[tuple[Record, ParamSlot]]:
+    """The frozen parameters that leave the device."""
+    return [
+        (record, slot)
+        for record in records
+        for slot in record.slots
+        if not slot.trainable and not record.keeps_whole_params
+    ]
+
+
+def _in_place_bytes(records: Sequence[Record]) -> int:
+    return sum(slot.param.nbytes for record in records for slot in record.slots if slot.source is not None)
 
 
 def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME
 
 from offloadzero.api.checkpoints import EngineCheckpoints
@@ -19,11 +20,14 @@ _STATES = "offloadzero"  # the folder of the states in a checkpoint of the Train
 class CollectiveSaving:
     """Put before a Trainer's class: `class Offloaded(CollectiveSaving, Trainer): ...`.
 
-    The Trainer has rank 0 save alone. Where ranks have parts of weights and states all of them read, and rank 0 writes.
-    Its checkpoints have the optimizer's states as this package's, which are written and read one after the other; the
-    Trainer by itself reads them all at once. Raises ConfigError where mixed precision is asked for that the
-    configuration has not, and for `save_on_each_node`.
+    The Trainer has rank 0 save alone. Where ranks have parts of weights and states all of them read, and rank 0 writes:
+    a model of transformers in files of `max_shard_size`, one of which is in memory at a time. Its checkpoints have the
+    optimizer's states as this package's, which are written and read one after the other; the Trainer by itself reads
+    them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, and for
+    `save_on_each_node`.
     """
+
+    max_shard_size = "500MB"  # as that of `save_pretrained`
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
@@ -57,11 +61,19 @@ class CollectiveSaving:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Read on all ranks, and write on the first as the Trainer does."""
         save = partial(super().save_model, output_dir, _internal_call)  # type: ignore[misc]
-        optimizer = self._offloaded()
+        optimizer, model = self._offloaded(), self.model  # type: ignore[attr-defined]
         if optimizer is None:
             save()
-        else:
+            return
+        if not isinstance(model, PreTrainedModel) or "save_pretrained" in vars(model):
             optimizer.runtime.read_by_first(save)
+            return
+        in_files = partial(model.save_pretrained, max_shard_size=self.max_shard_size)
+        vars(model)["save_pretrained"] = in_files  # which the Trainer calls without a size
+        try:
+            optimizer.runtime.read_by_first(save)
+        finally:
+            del vars(model)["save_pretrained"]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self._offloaded()

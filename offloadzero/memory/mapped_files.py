@@ -10,7 +10,8 @@ file holds, and no byte is read to know that.
 
 From then on the file is read through a descriptor of ours. So it may be renamed, replaced by another or deleted: the
 descriptor has the one that was mapped. If it is written to, though, its size or its time of modification changes before
-its bytes do, and each read looks at both when its bytes have come.
+its bytes do, and each read looks at both when its bytes have come. (There are two descriptors of each file: the file
+engine's reads past the page cache, as that one must not, and tells no times.)
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ class MappedFile:
             'from it: leave it alone, or set "offloadzero": {"frozen_weights": "copy"}. What is trained is as it was: '
             "save_checkpoint(exclude_frozen_parameters=True) saves it, and PEFT's save_pretrained() adapters",
         )
+
+
+class UnopenedFile(MappedFile):
+    """A file of which a plan knows that weights lie in it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
 
 
 @dataclass(frozen=True)

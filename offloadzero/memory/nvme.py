@@ -463,20 +463,26 @@ class InPlaceTier(Tier):
     def write(
         self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Write `source` (host, contiguous) at element `start` of the home; a part in a file is written whole.
+        """Write `source` (host, contiguous) at element `start` of the home, but for parts that still lie in files.
 
-        Raises AioError; BudgetError where the swap files cannot grow.
+        Those have the values already, as `move_written` has seen. Raises AioError.
         """
         tickets = []
         for part, first, stop in _overlaps(home, start, source.numel()):
-            piece = source[first:stop]
-            if isinstance(part.home.place, FileRange):
-                if not self._holds(part.home, piece):
-                    self._move(home, part, piece)
-            else:
-                at = start + first - part.start
+            if not isinstance(part.home.place, FileRange):
+                piece, at = source[first:stop], start + first - part.start
                 tickets.append(part.home.backing.write(part.home, piece, start=at, priority=priority))
         return AllOf(tickets)
+
+    def move_written(self, home: Home, source: torch.Tensor, *, start: int) -> None:
+        """Move the parts in files for which `source` has other values into the swap files, each with those.
+
+        `source`: as `write` gets it next; a part in a file is written whole. Until its new values are there the part
+        has the former ones. Raises AioError; BudgetError where the swap files cannot grow.
+        """
+        for part, first, stop in _overlaps(home, start, source.numel()):
+            if isinstance(part.home.place, FileRange) and not self._holds(part.home, source[first:stop]):
+                self._move(home, part, source[first:stop])
 
     def _holds(self, home: Home, values: torch.Tensor) -> bool:
         """Whether the file has these bits for all of a part."""
@@ -489,17 +495,21 @@ class InPlaceTier(Tier):
         return torch.equal(present.view(torch.uint8), values.view(torch.uint8))
 
     def _move(self, home: Home, part: Part, values: torch.Tensor) -> None:
-        """Move a part into the swap files, where it has other values. Its former ones count until those are there."""
         place, num_bytes = part.home.place, align_up(part.home.num_bytes)
         wanted = self._nvme.num_bytes + num_bytes
         if not isinstance(place, FileRange) or not isinstance(home.place, InParts):
             raise AssertionError(f"{home.label} is in no file")
-        if self._budget is not None and wanted > self._budget:
+        try:
+            if self._budget is not None and wanted > self._budget:
+                raise BudgetError(
+                    f"{wanted:,} are needed in all, offloadzero.budgets.nvme allows {self._budget:,}"
+                )
+            self._nvme.grow(wanted)
+        except BudgetError as error:
             raise BudgetError(
                 f"{part.home.label}: it is read from {place.file.path} and now written, which takes {num_bytes:,} "
-                f"bytes of nvme more: {wanted:,} are needed, offloadzero.budgets.nvme allows {self._budget:,}"
-            )
-        self._nvme.grow(wanted)
+                f"bytes of nvme more: {error}. It keeps the value that it had"
+            ) from error
         moved = self.add(part.start, part.home.num_elements, None, part.home.label, dtype=part.home.dtype)
         moved.home.backing.write(moved.home, values).wait()
         self.num_bytes[place.file.path] -= part.home.num_bytes

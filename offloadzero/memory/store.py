@@ -207,6 +207,11 @@ class TieredStore:
         """Commit host memory to elements [start, start + source.numel()) of a home."""
         return home.backing.write(home, source, start=start, priority=priority)
 
+    def move_written(self, home: Home, source: torch.Tensor, *, start: int = 0) -> None:
+        """Have what lies in files of others, and is written next with other values, moved: see `InPlaceTier`."""
+        if isinstance(home.backing, InPlaceTier):
+            home.backing.move_written(home, source, start=start)
+
     def close(self) -> None:
         """Drain the lanes, end the file transfers, remove the files, unpin: each of it, whatever fails before it."""
         self.is_closed = True

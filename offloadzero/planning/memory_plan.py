@@ -161,6 +161,7 @@ def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan, config:
         sum(
             align_up(kept_elements(slot.num_elements, num_ranks) * slot.param.itemsize)
             for slot in record.slots
+            if slot.source is None
         )
         for record in records
     ]

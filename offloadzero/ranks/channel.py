@@ -58,6 +58,7 @@ from offloadzero.ranks.shard import ShardSpec
 
 log = logging.getLogger("offloadzero")
 
+ADVISED_S = 10.0  # after which a rank that waits says what may be amiss: the others may be late, too
 ABORT_WITHIN_S = 30.0  # what waits for a group then goes on as before, to the group's timeout
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
@@ -128,14 +129,16 @@ class Channel(Collectives):
         self._run(REDUCE_SCATTER, label, whole, begin)
         return part
 
-    def all_to_all(self, received: Tensor, sent: Tensor, label: str) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, label: str, *, advice: str = "") -> None:
         """Send each rank its part of `sent` and fill `received` with theirs; both uint8, in the ranks' order."""
-        self._run(ALL_TO_ALL, label, sent, lambda: dist.all_to_all_single(received, sent, **self._options))
+        self._run(
+            ALL_TO_ALL, label, sent, lambda: dist.all_to_all_single(received, sent, **self._options), advice
+        )
 
-    def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
+    def all_reduce(self, values: Tensor, label: str, *, largest: bool = False, advice: str = "") -> None:
         """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options))
+        self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options), advice)
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
         """The numbers of each rank, by rank; None where all ranks have the same.
@@ -152,16 +155,19 @@ class Channel(Collectives):
             return None
         return self.by_rank(own, label)
 
-    def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
-        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
+    def by_rank(self, own: Sequence[int], label: str, *, advice: str = "") -> list[list[int]]:
+        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero.
+
+        `advice`: for a rank for which the others do not come.
+        """
         values, num_ranks = torch.tensor(own, dtype=torch.int64, device="cpu"), self.spec.world_size
         said = torch.zeros(num_ranks, len(own), dtype=torch.int64, device="cpu")
         said[self.spec.rank] = values
         if self._tells_each:
             sent = values.repeat(num_ranks, 1)
-            self.all_to_all(said.view(torch.uint8), sent.view(torch.uint8), label)
+            self.all_to_all(said.view(torch.uint8), sent.view(torch.uint8), label, advice=advice)
         else:
-            self.all_reduce(said, label)
+            self.all_reduce(said, label, advice=advice)
         by_rank: list[list[int]] = said.tolist()
         return by_rank
 
@@ -208,7 +214,7 @@ class Channel(Collectives):
     def _options(self) -> dict[str, Any]:
         return {"group": self._group, "async_op": True}
 
-    def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any]) -> None:
+    def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any], advice: str = "") -> None:
         """Issue the collective that `start` begins over `data`, and wait for it, or for the end of a rank before it."""
         if self._is_closed:
             raise StateError(f"{label}: the {kind}: the engine of this model is closed")
@@ -227,7 +233,7 @@ class Channel(Collectives):
                     raise AssertionError("the process is in no process group")
                 self.counter.add(kind, data.nbytes)
                 if self._is_on_host:
-                    self._wait(work, what, watch)
+                    self._wait(work, what, watch, advice)
                 else:
                     work.wait()  # makes the stream wait, not the host
             self._is_in_collective = False
@@ -244,7 +250,8 @@ class Channel(Collectives):
                 raise
             text = self._said_within(LOOK_UP_S * 4)
             because = f": {text}" if text is not None else ""
-            raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
+            told = f". {advice}" if advice and text is None else ""
+            raise RankError(f"{what} has failed{because} ({first_line(error)}){told}") from error
 
     def _look_before(self, what: str) -> None:
         """Look for failed ranks, now and then; a wait looks each time, and so does what follows this rank's own end."""
@@ -257,7 +264,7 @@ class Channel(Collectives):
         """Look for ranks that have failed, or have closed without the collective of that number."""
         self._failure_store.look(what, self.members, (self._place, number))
 
-    def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
+    def _wait(self, work: Any, what: str, watch: Watch | None, advice: str) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
         first_s = time.monotonic()
         while True:
@@ -273,8 +280,12 @@ class Channel(Collectives):
                     work.wait()
                     return
             self._look(what, self._failure_store.begun[self._place])
-            if watch is not None and time.monotonic() - first_s > WAITED_S:
+            waited_s = time.monotonic() - first_s
+            if watch is not None and waited_s > WAITED_S:
                 watch.look(what)
+            if advice and waited_s > ADVISED_S:
+                log.warning("%s: has waited for %.0f s. %s", what, waited_s, advice)
+                advice = ""
 
     def _said_within(self, wait_s: float) -> str | None:
         """Return the text of a failed rank, which may come a little later than its end."""

@@ -81,8 +81,11 @@ class Collectives:
         """Send each rank its part of `sent` and fill `received` with theirs; both uint8, in the ranks' order."""
         received.copy_(sent)
 
-    def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:  # noqa: ARG002
-        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
+    def by_rank(self, own: Sequence[int], label: str, *, advice: str = "") -> list[list[int]]:  # noqa: ARG002
+        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero.
+
+        `advice`: for a rank for which the others do not come.
+        """
         return [[*own]]
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:  # noqa: ARG002

@@ -23,6 +23,7 @@ import offloadzero
 from offloadzero.access.home_access import HomeAccess
 from offloadzero.engine.lifetime import EngineState, wait_for_collected
 from offloadzero.errors import ConfigError, StateError
+from tests.scripts.common import forget_accelerate
 from tests.support.tiny import make_engine, settings, tokens, train
 
 
@@ -118,6 +119,19 @@ def test_a_dict_by_itself_reads_nothing(engine: offloadzero.Engine) -> None:
         assert len({tensor.untyped_storage().data_ptr() for tensor in few.values()}) == len(few) - 1  # tied
         assert states["state"][0]["exp_avg"].shape == next(iter(engine.module.parameters())).shape
     assert reads.names == []
+
+
+def test_accelerate_prepares_an_optimizer_and_reads_no_state(engine: offloadzero.Engine) -> None:
+    """It moves all states to the device, by their state dict: with 12 bytes a parameter that was the memory's end."""
+    accelerate = pytest.importorskip("accelerate")
+    slots = [slot for _, slot in engine.optimizer.runtime.slots.values()]
+    before = [slot.num_writes.total() for slot in slots]
+    with counted() as reads:
+        prepared = accelerate.Accelerator(cpu=True).prepare(engine.optimizer)
+    forget_accelerate()
+    assert reads.names == []
+    assert [slot.num_writes.total() for slot in slots] == before
+    assert prepared.state_dict()["state"].keys() == engine.optimizer.state_dict()["state"].keys()
 
 
 def test_torch_saves_one_value_after_the_other(engine: offloadzero.Engine) -> None:

@@ -29,6 +29,7 @@ from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.streaming.building.waiting_parameters import file_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.planning.planners import PLENTY, planner_of
+from tests.support.mapped import in_place_bytes
 from tests.support.tiny import TinyModel, settings, train
 
 NUM_EXAMPLES = int(os.environ.get("OFFLOADZERO_PLAN_EXAMPLES", "8"))
@@ -458,6 +459,30 @@ def test_several_ranks_are_told_that_auto_fits(
     assert change.keys == {"offloadzero.placement": "auto"}
     assert not change.more
     assert asked(memory).verdict(with_keys(source, change.keys)).fits
+
+
+@pytest.mark.parametrize("mode", ["auto", "in_place", "copy"])
+def test_frozen_weights_that_are_read_in_place_take_nothing_of_the_drive(mode: str, tmp_path: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=101, **sizes))
+    made.bfloat16().save_pretrained(tmp_path / "model")
+    source = settings(tmp_path, frozen_weights=mode)
+    question = planner(PLENTY).question
+    model = replace(read_model(str(tmp_path / "model")), adapter_rank=4)
+    answer = Planner(replace(question, model=model)).answer(source)
+    with offloadzero.zero.Init(config_dict_or_path=source):
+        real = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules="all-linear"))
+    engine, *_ = offloadzero.initialize(model=adapted, config=source)
+    planned = answer.planned
+    assert planned.plan.table() == engine.optimizer.runtime.plan.table()
+    assert planned.in_place_bytes == in_place_bytes(engine)
+    assert (planned.in_place_bytes > 0) == (mode != "copy")
+    said = f"{format_bytes(planned.in_place_bytes)} of frozen weights count as read in place, from the model's own"
+    assert any(line.startswith(said) for line in building_notes(answer)) == (mode != "copy")
+    assert (answer.waiting_bytes < planned.in_place_bytes) == (mode != "copy")
+    engine.close()
 
 
 def test_what_a_directory_in_memory_holds_is_the_hosts(

@@ -232,6 +232,33 @@ def test_batch_sizes_left_at_auto(
         )
 
 
+def test_one_error_names_all_that_is_left_at_auto(opened: list[Any]) -> None:
+    """The configuration of the transformers documentation, without its Trainer."""
+    config = on_cpu(
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        fp16={"enabled": "auto"},
+        gradient_accumulation_steps="auto",
+        gradient_clipping=1.0,
+        train_batch_size="auto",
+        train_micro_batch_size_per_gpu="auto",
+    )
+    model = linear()
+    says = (
+        rf"^gradient_accumulation_steps = 'auto': write a number: {NOBODY}; or give train_batch_size and .* follows\. "
+        r"So it is with optimizer\.params\.lr, scheduler\.params\.warmup_num_steps$"
+    )
+    with pytest.raises(ConfigError, match=says):
+        offloadzero.initialize(model=model, config=config, model_parameters=model.parameters())
+    says = rf"^optimizer\.params\.lr = 'auto': write a number: {NOBODY}; or pass an optimizer\. So it is with sched"
+    config["gradient_accumulation_steps"] = 2
+    with pytest.raises(ConfigError, match=says):
+        offloadzero.initialize(model=model, config=config)
+    config["optimizer"]["params"]["lr"] = 0.25
+    config["scheduler"]["params"]["warmup_num_steps"] = 10
+    assert start(opened, config, model=model, model_parameters=model.parameters()).get_lr() == [0.0]
+
+
 @pytest.mark.parametrize("micro", ["auto", None])
 def test_a_data_loader_needs_its_batch_size(micro: object, opened: list[Any]) -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(8, 5))

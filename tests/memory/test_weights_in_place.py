@@ -20,7 +20,7 @@ from offloadzero.io.engine import AioBackend
 from offloadzero.memory.mapped_files import MappedFiles
 from offloadzero.memory.tiers import InParts
 from tests.support.mapped import frozen_bytes, in_place_bytes, loaded, saved
-from tests.support.tiny import all_states, make_engine, settings, small_disk, train
+from tests.support.tiny import all_states, make_engine, settings, small_disk, tokens, train
 
 
 @pytest.fixture
@@ -247,14 +247,53 @@ def test_a_move_beyond_the_budget_is_refused_and_the_weight_keeps_its_value(
     with pytest.raises(BudgetError, match=r"budgets\.nvme"):
         engine_of(base, tmp_path, "copy", budgets={"device": "110KiB", "nvme": budget})
     engine = engine_of(base, tmp_path, budgets={"device": "110KiB", "nvme": budget})
-    train(engine, num_steps=1)
-    weight = engine.module.blocks[0].up.weight
-    says = r"blocks\.0\.up\.weight: it is read from .*safetensors and now written, .*budgets\.nvme allows"
+    expect_refused_writes(engine, engine_of(base, tmp_path, "copy"), r"budgets\.nvme allows")
+
+
+def test_a_move_for_which_the_drive_has_no_room_is_refused(base: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "drive", size="1m") as drive:
+        engine = engine_of(base, drive, "in_place")
+        free = os.statvfs(drive)
+        (drive / "rest").write_bytes(bytes(free.f_bavail * free.f_bsize))
+        expect_refused_writes(
+            engine, engine_of(base, tmp_path, "copy"), r"are free \(No space left on device\)"
+        )
+        (drive / "rest").unlink()
+        with torch.no_grad():
+            engine.module.blocks[0].up.weight.zero_()
+        assert not engine.module.blocks[0].up.weight.any()
+        engine.close()
+
+
+def expect_refused_writes(engine: offloadzero.Engine, plain: offloadzero.Engine, why: str) -> None:
+    """Write a weight in each way, which changes nothing: `engine` trains on as `plain` does."""
+    module = engine.module
+    block = module.blocks[0]
+    says = rf"blocks\.0\.up\.weight: it is read from .*safetensors and now written, .*{why}.*keeps the value"
+    loss = engine(tokens(0))
     with pytest.raises(BudgetError, match=says), torch.no_grad():
-        weight.zero_()
+        block.up.weight.zero_()
+    engine.backward(loss)
+    engine.step()
+    train(plain, num_steps=1)
+    with pytest.raises(BudgetError, match=says):
+        block.up.weight.data = torch.zeros_like(block.up.weight)
+    with pytest.raises(BudgetError, match=says):
+        module.load_state_dict({"blocks.0.up.weight": torch.zeros_like(block.up.weight)}, strict=False)
+    with (
+        pytest.raises(BudgetError, match=says),
+        offloadzero.zero.GatheredParameters(block.up.weight, modifier_rank=0),
+    ):
+        block.up.weight.data.zero_()
+    hook = block.register_forward_pre_hook(lambda *_: block.up.weight.data.zero_())
+    with pytest.raises(BudgetError, match=says):
+        module(tokens(0))
+    hook.remove()
     home = engine.optimizer.runtime.records[1].param_home
     assert isinstance(home.place, InParts)
     assert in_place_bytes(engine) == frozen_bytes(engine)
+    assert train(engine, num_steps=2) == train(plain, num_steps=2)
+    plain.close()
 
 
 # --- the file while it is read ---

@@ -50,6 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         take_branches,
         wait_for_each_other,
         take_one_micro_batch_more,
+        come_late,
     )
     return run_in_turn(works, 2, tmp_path_factory.mktemp("departures"))
 
@@ -185,6 +186,26 @@ def test_ranks_that_take_unequally_many_micro_batches_get_an_error_long_before_t
             assert "and rank 1 in step 2: the all-to-all" in text
             assert ", to which rank 0 has not come: neither would end. All ranks must run" in text
             assert "take equally many micro batches" in text
+
+
+def come_late(rank: int, directory: str) -> list[str]:
+    """What the first rank warns of that has a state dict before the other one, whose script is elsewhere."""
+    engine = engine_of(config_of("host", 3, Path(directory), world_size=2))
+    with patch.object(channel, "ADVISED_S", 0.0), patch.object(channel.log, "warning") as warning:
+        time.sleep(3 * channel.LOOK_UP_S * rank)
+        engine.module.state_dict()
+    engine.close()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_a_rank_that_reads_before_the_others_says_so_once(found: Found) -> None:
+    (warned, late) = found["come_late"]
+    (text,) = warned
+    assert text.startswith(
+        "what the ranks do (reads emb.weight (param)): the all-to-all (rank 0 of 2): has waited"
+    )
+    assert "Under the Trainer of transformers, put CollectiveSaving" in text
+    assert not late
 
 
 # --- the configuration ---

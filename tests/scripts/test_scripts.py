@@ -48,6 +48,7 @@ SCRIPTS: dict[str, tuple[Script, str | None]] = {
     "LoRA merged": (peft_lora.merged, "peft"),
     "LoRA adapter saved": (peft_lora.adapter_saved, "peft"),
     "LoRA by the Trainer": (peft_lora.by_trainer, "peft"),
+    "LoRA of experts": (peft_lora.experts, "peft"),
 }
 
 AUTOCAST = ("Trainer in bf16", "Accelerate in bf16")

@@ -1,4 +1,4 @@
-"""Adapters that the Trainer of transformers resumes: the ones that are trained, or an error."""
+"""What the Trainer of transformers resumes: the adapters that are trained, or an error; a model in several files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ CONFIG = {
 }
 
 
-def train(directory: Path, num_steps: int, *, collective: bool = True, resumes: bool = False) -> Any:
-    """Train adapters of a new model, with a checkpoint at the second step. Returns the adapters."""
+def train(
+    directory: Path, num_steps: int, *, collective: bool = True, resumes: bool = False, lora: bool = True
+) -> Any:
+    """Train adapters of a new model, or all of it, with a checkpoint at the second step. Returns what was trained."""
     from offloadzero.integrations.transformers import CollectiveSaving
 
     bases: tuple[type, ...] = (CollectiveSaving, transformers.Trainer)
-    kind = type("Trainer", bases if collective else bases[1:], {})
+    kind = type("Trainer", bases if collective else bases[1:], {"max_shard_size": "20KB"})
     torch.manual_seed(0)
     shape = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
     )
-    model = peft.get_peft_model(
-        transformers.LlamaForCausalLM(shape).to(torch.bfloat16),
-        peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+    model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    if lora:
+        adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, adapters)
     trained = [param for param in model.parameters() if param.requires_grad]
     model, optimizer = offloadzero.offload(model, torch.optim.AdamW(trained, lr=1e-2), CONFIG)
     rows = [{"input_ids": list(range(n, n + 12)), "labels": list(range(n, n + 12))} for n in range(16)]
@@ -45,7 +47,9 @@ def train(directory: Path, num_steps: int, *, collective: bool = True, resumes: 
     try:
         trainer = kind(model=model, args=args, train_dataset=rows, optimizers=(optimizer, None))
         trainer.train(resume_from_checkpoint=resumes)
-        return {name: param.detach().clone() for name, param in model.named_parameters() if "lora" in name}
+        return {
+            name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad
+        }
     finally:
         optimizer.close()
 
@@ -56,6 +60,20 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_is_not(tmp_path: Path) -
     resumed = train(tmp_path / "resumed", 4, resumes=True)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], value) for name, value in resumed.items())
+
+
+def test_a_model_is_saved_in_files_of_a_size_and_resumed_from_them(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 4, lora=False)
+    train(tmp_path / "resumed", 2, lora=False)
+    files = [*(tmp_path / "resumed" / "checkpoint-2").glob("model-*.safetensors")]
+    assert len(files) > 2
+    assert all(file.stat().st_size < 25_000 for file in files)
+    resumed = train(tmp_path / "resumed", 4, resumes=True, lora=False)
+    assert all(torch.equal(whole[name], value) for name, value in resumed.items())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "resumed" / "checkpoint-4", dtype="auto"
+    )
+    assert all(torch.equal(whole[name], value) for name, value in loaded.named_parameters())
 
 
 def test_adapters_that_are_put_in_the_place_of_trained_ones_are_an_error(tmp_path: Path) -> None:

@@ -88,15 +88,21 @@ def _without_auto(scheduler: SchedulerConfig) -> SchedulerConfig:
     Raises:
         ConfigError: any other parameter is "auto"; a default would be another schedule than the one meant.
     """
-    params: dict[str, Any] = {}
-    for name, value in scheduler.params.items():
-        if not is_auto(value):
-            params[name] = value
-        elif name in _AUTO_RATES:
-            params[name] = _AUTO_RATES[name]
-        else:
-            raise ConfigError(f"scheduler.params.{name}", AUTO, UNRESOLVED)
+    for key in unresolved_keys(scheduler):
+        raise ConfigError(key, AUTO, UNRESOLVED)
+    params = {
+        name: _AUTO_RATES[name] if is_auto(value) else value for name, value in scheduler.params.items()
+    }
     return SchedulerConfig(scheduler.type, MappingProxyType(params))
+
+
+def unresolved_keys(scheduler: SchedulerConfig) -> list[str]:
+    """The keys of the parameters that are "auto" and for which nothing stands here."""
+    return [
+        f"{_PARAMS_KEY}.{name}"
+        for name, value in scheduler.params.items()
+        if is_auto(value) and name not in _AUTO_RATES
+    ]
 
 
 # --- the trial ---

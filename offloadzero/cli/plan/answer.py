@@ -171,7 +171,8 @@ class Planner:
         if memory.nvme is not None:
             available[TierName.NVME] = memory.nvme
         if self._model_planner is None:
-            self._model_planner = ModelPlanner(self.model())
+            files = [] if question.elsewhere else question.model.weight_files
+            self._model_planner = ModelPlanner(self.model(), files)
         planned = self._model_planner.plan(
             config,
             loop=question.loop,
@@ -412,6 +413,11 @@ def building_notes(answer: Answer) -> Iterator[str]:
     if answer.files_in_memory:
         paths = ", ".join(answer.files_in_memory)
         yield f"In memory, and on no drive: {paths}. The host's bytes have what lives there."
+    if answer.planned.in_place_bytes:
+        yield (
+            f"{format_bytes(answer.planned.in_place_bytes)} of frozen weights count as read in place, from the model's "
+            "own files, and take nothing more on nvme (offloadzero.frozen_weights)."
+        )
     if waiting:
         yield (
             "Built under zero.Init its parameters wait on the drives before that: "

@@ -383,6 +383,14 @@ class ModelSource:
         return f"{self.shape or self.text}{adapters}"
 
     @property
+    def weight_files(self) -> list[Path]:
+        """The files of its weights, beside its config.json."""
+        path = Path(self.text)
+        if self.shape is not None or not path.exists():
+            return []
+        return sorted((path if path.is_dir() else path.parent).glob("*.safetensors"))
+
+    @property
     def num_blocks(self) -> int:
         """The number of equal blocks, of a model of a shape; of another 0, which says nothing."""
         return self.shape.num_layers if self.shape is not None and self.build == self.shape.build else 0

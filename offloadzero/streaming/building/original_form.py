@@ -179,7 +179,10 @@ def write_weights(record: Record, store: TieredStore, group: Group, *, agrees: b
         if values is not None:
             group.agree(values)
     kept_param = kept_params(record, param)
-    writes: list[Ticket] = [store.write(part.home, kept_param[part.start : part.stop]) for part in written]
+    writes: list[Ticket] = []
+    for part in written:
+        store.move_written(part.home, kept_param[part.start : part.stop])
+        writes.append(store.write(part.home, kept_param[part.start : part.stop]))
     if master is not None and bool(torch.count_nonzero(master)):
         start, stop = record.shard.kept_range(record.num_trainable)
         writes.append(store.write(record.segments[SegmentKind.MASTER], master[start:stop]))
