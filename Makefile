@@ -27,9 +27,9 @@ HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 .PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test wheel versions
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
-	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
+	$(BIN)/python -m offloadzero demo offload-files --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
 
-# The same on two ranks: ZeRO's stage 3, each rank's half at its own homes.
+# Such a training on two ranks: ZeRO's stage 3, each rank's half at its own homes.
 train-2: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
