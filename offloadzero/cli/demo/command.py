@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     config_file = args.config or directory / "config.json"
     following = {
         f"offloadzero report {run_dir}": "this run as a page",
-        f"offloadzero plan --model llama:13b --config {config_file}": "what a larger model takes here",
+        f"offloadzero plan --model llama:7b --micro-batch 1 --config {config_file}": "what a larger model takes here",
         f"offloadzero doctor {directory}": "what slows this machine down, and what mends it",
     }
     print_lines(["Next:", *(f"    {command}  # {what}" for command, what in following.items())])
