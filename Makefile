@@ -100,6 +100,7 @@ lint: $(STAMPS)/dev
 	ruff check .
 	ruff format --check .
 	mypy --strict
+	mypy --strict tests/repository/typed_script.py
 	clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
 gpu-test: $(STAMPS)/native $(STAMPS)/dev
