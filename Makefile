@@ -122,6 +122,8 @@ bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 # `make wheel ARCH=aarch64` builds for that machine, on this one.
 ARCH ?= $(shell uname -m)
 GLIBC := 2.28
+# auditwheel knows the names of its own machine's platforms; of another's it gives the oldest whose symbols are enough.
+PLATFORM = $(if $(filter $(shell uname -m),$(ARCH)),manylinux_$(subst .,_,$(GLIBC))_$(ARCH),auto)
 
 wheel: export CXX = $(abspath $(BIN))/python -m ziglang c++ -target $(ARCH)-linux-gnu.$(GLIBC)
 wheel: export LDFLAGS = -s
@@ -129,7 +131,7 @@ wheel: export _PYTHON_HOST_PLATFORM = linux-$(ARCH)
 wheel: $(STAMPS)/wheel
 	rm -rf build/wheel
 	$(BIN)/python -m build --outdir build/wheel
-	cd build/wheel && auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(GLIBC))_$(ARCH) *.whl
+	cd build/wheel && auditwheel repair --only-plat --plat $(PLATFORM) *.whl
 	auditwheel show build/wheel/wheelhouse/*.whl
 	mkdir -p dist && mv build/wheel/*.tar.gz build/wheel/wheelhouse/*.whl dist
 

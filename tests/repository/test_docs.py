@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import offloadzero
 from offloadzero.config import load_config
 from tests.repository.test_import_floors import FLOORS
 from tests.support import parity
@@ -41,6 +42,17 @@ def test_links_lead_to_files(document: Path) -> None:
 def test_readme_leads_to_every_document() -> None:
     linked = set(re.findall(r"\((docs/[^)]+\.md)\)", README))
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_one_version_is_named_everywhere() -> None:
+    version = re.escape(offloadzero.__version__)
+    for name, where in {
+        "pyproject.toml": rf'^version = "{version}"$',
+        "CITATION.cff": rf"^version: {version}$",
+        "CHANGELOG.md": rf"^## {version} ",
+        "README.md": rf"offloadzero-{version}-cp310",
+    }.items():
+        assert re.search(where, (ROOT / name).read_text(), re.MULTILINE), name
 
 
 def test_the_configuration_in_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
