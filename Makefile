@@ -24,7 +24,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train train-2 test campaign docs lint gpu-test gpu bench native-test wheel wheel-test matrix
+.PHONY: train train-2 test campaign docs site lint gpu-test gpu bench native-test wheel wheel-test matrix
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python -m offloadzero demo offload-files --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -95,6 +95,17 @@ campaign: $(STAMPS)/native $(STAMPS)/dev
 # The tables of keys and schedules in docs/config.md, of the keys as they are declared.
 docs: $(STAMPS)/dev
 	$(BIN)/python -m tests.support.key_tables
+
+# The pages of docs/ as a site in build/site; a link or an anchor that leads nowhere is an error.
+SITE_VENV ?= .site-venv
+
+site: $(SITE_VENV)/made
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build
+
+$(SITE_VENV)/made: docs/site/requirements.txt
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 lint: $(STAMPS)/dev
 	ruff check .

@@ -53,23 +53,30 @@ MIN_SPILL_ELEMENTS = 4096
 class Init:
     """Build a model whose parameters leave memory as soon as their module exists.
 
-    Inside `with Init(config_dict_or_path=config): model = Model(...)` every module's own large parameters move to
-    the tier that holds parameters when the module's constructor returns, with all their bits (an explicit `dtype`
-    rounds them to it, as DeepSpeed does); a model larger than host memory can be built with parameters on NVMe.
-    `module.apply(fn)` inside the block brings each module's parameters back for the call. `initialize()`
-    or `offload()` then takes them over one unit at a time.
+    In `with Init(config_dict_or_path=config): model = Model(...)` a module's large parameters move to their tier when
+    its constructor returns, with all their bits. So a model larger than host memory can be built, with parameters on
+    NVMe. `module.apply(fn)` brings each module's parameters back for the call. `initialize()` or `offload()` then takes
+    the model over, one unit at a time.
 
-    Over several ranks of torch's process group each keeps a part of every parameter, unless the configuration's stage
-    is below 3: no rank holds the model. The values are those of the first rank. All ranks build the same modules, and
-    until the engine has the model they read and write the same parameters in the same order. `data_parallel_group`
-    names those that build the same part of the model, where others build another; all ranks enter such a block
-    together. Where one of them fails the others end with a RankError, and the parameters that were built are gone.
+    Over several ranks, at stage 3, each rank keeps a part of every parameter, and no rank holds the model. The values
+    are those of the first rank. All ranks build the same modules, and until the engine has the model they read and
+    write the same parameters in the same order. If one rank fails, the others end with a RankError, and the parameters
+    that were built are gone.
 
-    With `module`, that module's parameters are moved at once and no block is needed. Inside another `Init` the block
-    does nothing more, as in DeepSpeed: the outermost one says where parameters go and in which dtype.
+    An `Init` inside of another does nothing, as in DeepSpeed: the outermost one says where parameters go.
 
-    Raises ConfigError for a mistake in the configuration, for parameters that are to wait on nvme without a directory,
-    and for a `data_parallel_group` that is no process group, or leaves ranks out.
+    Args:
+        module: a module that exists already. Its parameters are moved at once, and no block is needed.
+        data_parallel_group: the ranks that build the same part of the model, in a mesh. All ranks of the process group
+            enter the block together.
+        remote_device: "nvme" or "cpu"; None takes the tier that the configuration says.
+        config_dict_or_path: the configuration of the training; `config` is another name for it.
+        enabled: False makes a block that does nothing.
+        dtype: rounds parameters to it, as DeepSpeed does; None keeps them as they are.
+
+    Raises:
+        ConfigError: a mistake in the configuration, parameters for nvme without a directory, or a
+            `data_parallel_group` that is no process group or leaves ranks out.
     """
 
     _active: ClassVar[Init | None] = None
@@ -303,20 +310,24 @@ class _Built:
 
 
 class GatheredParameters:
-    """Ordinary full parameters on the device inside the block: `with GatheredParameters(params, modifier_rank=0): ...`.
+    """Ordinary whole parameters on the device, in the block `with GatheredParameters(params, modifier_rank=0): ...`.
 
-    Edits are committed on exit (and when a forward inside the block uses them) with `modifier_rank=0`; with None a
-    change raises StateError. Elements whose value is unchanged keep the low bits of their fp32 master. Works on
-    parameters of an offloaded model and on those of a model built under `Init` that is not offloaded yet. The values
-    take memory on the device beside what the engine has reserved: as many bytes as the parameters have. A step inside
-    of the block makes them old: its end, or the next forward, raises StateError.
+    Works on parameters of an offloaded model, and of a model built under `Init` that is not offloaded yet. The values
+    take memory on the device beside the plan, as many bytes as the parameters have. Elements that keep their value keep
+    the low bits of their fp32 master.
 
-    Over several ranks all of them enter and leave the block, each with the whole values. What rank `modifier_rank` (of
-    those that share the data) has written is committed on all, and what the others have written is lost; with None a
-    change on any rank raises StateError on all. A `modifier_rank` that none of them has raises ConfigError, and so does
-    any but 0 for whole parameters of a model that is not offloaded yet.
+    Over several ranks all ranks enter and leave the block, each with the whole values.
 
-    A parameter that the block has given memory of another shape or dtype raises ConfigError where it is committed.
+    Args:
+        params: a parameter, or several.
+        modifier_rank: the rank (among those that share the data) whose edits are committed on all ranks, at the end of
+            the block and when a forward inside uses them. What other ranks have written is lost. None: nobody may edit.
+        enabled: False makes a block that does nothing.
+
+    Raises:
+        StateError: an edit with `modifier_rank=None`; a step inside the block, after which its values are old.
+        ConfigError: a `modifier_rank` that no rank has, or other than 0 for whole parameters of a model that is not
+            offloaded yet; a parameter that the block has given another shape or dtype.
     """
 
     def __init__(
@@ -443,7 +454,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def _located(param: nn.Parameter) -> tuple[Runtime, Record, ParamSlot]:
     runtime = runtime_of(param)
     if runtime is None:
-        raise ConfigError("param", tuple(param.shape), "a parameter of an offloaded model")
+        raise ConfigError("param", tuple(param.shape), "is no parameter of an offloaded model")
     return (runtime, *runtime.slots[id(param)])
 
 
@@ -475,8 +486,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and with it the parameter.
 
-    Raises ConfigError for a parameter of no offloaded model, and for a value that is neither of its shape nor all of it
-    in one row.
+    Raises ConfigError for a parameter of no offloaded model, and for a value that has neither its shape nor, as a
+    vector, its number of elements.
     """
     runtime, record, slot = _located(param)
     _expect_shape(slot, value)
@@ -496,8 +507,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set a state such as "exp_avg".
 
-    Raises ConfigError for a parameter that has no such state, as a frozen one has none, and for a value that is neither
-    of its shape nor all of it in one row.
+    Raises ConfigError for a parameter that has no such state (a frozen one has none), and for a value that has neither
+    its shape nor, as a vector, its number of elements.
     """
     runtime, record, slot = _located(param)
     _expect_shape(slot, value)

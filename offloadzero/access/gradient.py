@@ -172,7 +172,8 @@ class GradientTensor(RemoteTensor):
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{self._source.name}: {what} needs memory, but the gradient is away: take a copy with clone()"
+            f"{self._source.name}: {what} needs the gradient in memory, and it lives elsewhere: take a copy with "
+            "clone()"
         )
 
 

@@ -247,8 +247,8 @@ class RemoteTensor(ArrayByValue, torch.Tensor):  # type: ignore[misc]
 
     def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{self._source.name}: {what} needs memory, but the value is away: take a copy with clone(), or use it "
-            "inside offloadzero.zero.GatheredParameters"
+            f"{self._source.name}: {what} needs the value in memory, and it lives elsewhere: take a copy with "
+            "clone(), or use it inside offloadzero.zero.GatheredParameters"
         )
 
 

@@ -267,7 +267,12 @@ class SlotWeight(Weight):
             return
         expect_alike(self.name, value, shape=self.shape, dtype=self.dtype)
         if value.device.type != self.device.type:
-            raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
+            raise ConfigError(
+                f"{self.name}.data",
+                str(value.device),
+                f"must stay on {self.device}: the engine moves the weights by itself "
+                '("offloadzero": {"device": ...} sets the device)',
+            )
         self.expect_own(value)
         value = value.detach().clone()
         self.leave_alias()
@@ -285,11 +290,11 @@ def answer_for(records: Iterable[Record], access: WeightAccess) -> None:
 def expect_alike(name: str, value: torch.Tensor, *, shape: torch.Size, dtype: torch.dtype) -> None:
     """Raise ConfigError unless `value` has the dtype and shape of the parameter of that name."""
     if value.dtype != dtype:
-        allowed = f"{dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
+        allowed = f"must stay {dtype}: the configuration's bf16 and fp16 blocks set the precision"
         raise ConfigError(f"{name}.data", value.dtype, allowed)
     if value.shape != shape:
-        before = "what changes it (resize_token_embeddings(), say) comes before offload()"
-        raise ConfigError(f"{name}.data", tuple(value.shape), f"shape {tuple(shape)}: {before}")
+        before = "change it (by resize_token_embeddings(), say) before offload()"
+        raise ConfigError(f"{name}.data", tuple(value.shape), f"must keep the shape {tuple(shape)}: {before}")
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:

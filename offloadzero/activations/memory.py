@@ -56,9 +56,9 @@ def beyond_plan(tier: TierName, num_bytes: int, label: str, slots: Slots) -> Bud
     return BudgetError(
         f"{label}: {INPUT_BYTES_KEY}: {align_up(num_bytes):,} bytes do not fit in what is planned on {tier.value} for "
         f"the inputs of checkpointed units ({slots.free_bytes:,} of {slots.num_bytes:,} bytes are free, at most "
-        f"{slots.largest_bytes:,} in one piece). It is the bytes of all inputs of one unit's call, each rounded up to "
-        f"{ALIGN_BYTES:,}; units that are called twice, or graphs that live at once, need a multiple of it. Without "
-        "the key memory is taken as it is needed."
+        f"{slots.largest_bytes:,} in one piece). Set the key to the bytes of all inputs of one unit's call, each "
+        f"rounded up to {ALIGN_BYTES:,}, or a multiple of it where a unit is called twice or graphs live at once; "
+        "or leave it out, and memory is taken as it is needed."
     )
 
 

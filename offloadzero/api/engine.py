@@ -48,7 +48,7 @@ _DROPPED = (
 class Engine:
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()`.
 
-    Attributes it does not have are answers about the configuration, under DeepSpeed's names
+    Any other attribute is one of DeepSpeed's questions about the configuration
     (offloadzero/api/deepspeed/engine_names.py), or the module's.
     """
 
@@ -83,10 +83,13 @@ class Engine:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backward of `loss` / accumulation steps (of `loss` without `scale_wrt_gas`); returns that quotient.
+        """Run backward of `loss` divided by the accumulation steps, and return that quotient.
 
-        Raises StateError where the engine has no optimizer or is closed, and where `step()` has to come first; and what
-        has failed before.
+        `scale_wrt_gas=False` leaves the division out.
+
+        Raises:
+            StateError: the engine has no optimizer or is closed, or `step()` has to come first.
+            NonFiniteError, AioError: an earlier update failed.
         """
         optimizer = self._expect_optimizer("backward")
         if self._runtime.monitor.wants_loss:
@@ -99,9 +102,9 @@ class Engine:
         return scaled
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale a loss for a backward that does not go through `backward()`: `engine.scale(loss).backward()`.
+        """Scale a loss for a backward of the script's own: `engine.scale(loss).backward()`.
 
-        Raises StateError where the engine has no optimizer or is closed; and what has failed before.
+        Raises StateError if the engine has no optimizer or is closed.
         """
         optimizer = self._expect_optimizer("scale")
         self._coordinator.begin_window()
@@ -109,7 +112,7 @@ class Engine:
 
     @uninterrupted
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At an accumulation boundary: update the weights and advance the learning-rate schedule.
+        """Count the micro batch, and after the last one of a step update the weights and advance the schedule.
 
         `lr_kwargs` go to the schedule's `step()`.
 
@@ -156,14 +159,14 @@ class Engine:
 
     @uninterrupted
     def zero_grad(self) -> None:
-        """Drop gradients that no step has used, also those of a backward that did not finish.
+        """Drop the gradients since the last step, also after a backward that failed, and begin the step anew.
 
-        The count of micro batches returns to the begin of the step: called before each of several, as loops have it for
-        which DeepSpeed keeps the gradients, no step would ever be taken. The first such drop is a warning. After a
-        NonFiniteError of which nothing was applied training goes on: that step counts as skipped.
+        DeepSpeed keeps the gradients of earlier micro batches here. A loop that calls this before each of several micro
+        batches would never take a step; a warning says so. After a NonFiniteError of which nothing was applied this
+        lets training go on: that step counts as skipped.
 
         Raises:
-            StateError: a backward has updated weights, all or some, in the place of `step()`.
+            StateError: a backward has already updated weights (updates run in backward), so `step()` has to come first.
             NonFiniteError: the last step failed, and no call has raised its error yet.
         """
         if self.optimizer is not None:
@@ -177,8 +180,8 @@ class Engine:
     def _expect_optimizer(self, call: str) -> OffloadedOptimizer:
         if self.optimizer is None:
             raise StateError(
-                f"engine.{call}(): the engine has no optimizer and only evaluates: give initialize() one, or name one "
-                "in the config"
+                f"engine.{call}(): the engine has no optimizer, so it only evaluates: pass one to initialize(), or "
+                "name one in the configuration"
             )
         return self.optimizer
 
@@ -197,7 +200,7 @@ class Engine:
     # --- methods of the module that return the module: here they return the engine ---
 
     def to(self, *places: Any, **more: Any) -> Engine:
-        """Return the engine itself, for the device and dtype it has; so do `cuda()`, `half()` and the like.
+        """Return the engine if nothing would change; so do `cuda()`, `half()` and the like.
 
         Raises:
             StateError: the call would move the engine or change its dtype.
@@ -273,7 +276,7 @@ class Engine:
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps, between two steps; micro batches stay as they are.
+        """Change the accumulation steps, between two steps. The micro batch stays as it is.
 
         Raises:
             ConfigError: the size is not a multiple of the micro batches of all ranks, the configuration has no micro
@@ -283,10 +286,9 @@ class Engine:
         self._accumulation.set_train_batch_size(train_batch_size, global_steps=self.global_steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro batch, between two steps; accumulation steps stay as they are.
+        """Change the micro batch, between two steps. The accumulation steps stay as they are.
 
-        A DataLoader that has been made keeps its batch size. Raises StateError where some micro batches of a step have
-        been taken.
+        A DataLoader that exists keeps its batch size. Raises StateError after the first micro batch of a step.
         """
         self._accumulation.set_micro_batch_size(micro_batch_size, global_steps=self.global_steps)
 
@@ -295,9 +297,9 @@ class Engine:
         return self._accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether this is a boundary, in the place of the counting, until set again.
+        """Say whether `step()` updates the weights, until set again; micro batches are no longer counted.
 
-        Raises StateError where each `step()` is a boundary ("managed_gradient_accumulation": false).
+        Raises StateError with "managed_gradient_accumulation": false, where each `step()` does.
         """
         if not self._runtime.config.batch.managed:
             raise StateError(
@@ -397,7 +399,7 @@ class Engine:
         return self._runtime.group.collectives()
 
     def last_step_report(self) -> StepReport:
-        """Return the seconds of the last step, and what the computation lost of them in which wait.
+        """Return how long the last step took, and what the computation waited for.
 
         With CUDA this is the last step that the device has finished: the call does not wait for a later one.
         """
@@ -416,8 +418,8 @@ class Engine:
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
 
-        The weights take their old dtype and device, all in memory; fp32 ones get their fp32 masters. Raises StateError
-        where the engine is closed, in a block of GatheredParameters, and in the model's forward.
+        All weights come into memory, in the dtype and on the device that they had; fp32 ones get their fp32 masters.
+        Raises StateError if the engine is closed, inside a GatheredParameters block, and in the model's forward.
         """
         self._runtime.restore_model()
 

@@ -50,29 +50,32 @@ def initialize(
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
 ) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
-    """Make a training engine of `model` from a DeepSpeed-shaped JSON.
+    """Make a training engine of `model` from a configuration in DeepSpeed's form, with DeepSpeed's arguments.
 
     Args:
-        args: an object whose `deepspeed_config` names the JSON, when `config` is None.
-        optimizer: of a class in `update.specs.KNOWN_CLASSES`, or a Muon and an AdamW in a list, or a callable that
-            makes either from the parameters; None takes the config's optimizer block. Without any the engine only
-            evaluates.
-        model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
-        training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
-        lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
-        distributed_port: not used: the launcher's MASTER_PORT is.
-        mpu: where the ranks divide the model along other axes than the data's: a DeviceMesh with the axis dp and those
-            of tp and pp that the model has, or an object with Megatron's get_data_parallel_group(),
-            get_tensor_model_parallel_rank() and, for stages, get_pipeline_model_parallel_rank().
+        args: an object whose `deepspeed_config` names the JSON, if `config` is None.
+        model: the model, built as usual or under `zero.Init`.
+        optimizer: Adam, AdamW, Adagrad, SGD or Muon of torch.optim, one of offloadzero.optim, a list of a Muon and an
+            AdamW, or a callable that makes one from the parameters. None takes the one that the configuration names; if
+            it names none, the engine only evaluates.
+        model_parameters: parameters or param groups for the configuration's optimizer; None takes all trainable ones.
+        training_data: a dataset for the returned DataLoader of micro batches, shuffled as in DeepSpeed.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the configuration's.
+        distributed_port: not used: the launcher sets MASTER_PORT.
+        mpu: for ranks that have different parts of the model: a DeviceMesh with the axis dp, and tp and pp if the model
+            is divided along them; or an object with Megatron's get_data_parallel_group(),
+            get_tensor_model_parallel_rank() and, for pipelines, get_pipeline_model_parallel_rank().
+        dist_init_required: True makes torch's process group even without a launcher.
+        collate_fn: of the returned DataLoader.
         mesh_param: refused unless None.
-        dist_init_required: True makes torch's process group also where no launcher asks for it.
-        config, config_params: a dict, a path, or an OffloadConfig.
+        config: a dict, a path, or an OffloadConfig.
+        config_params: another name for `config`; two that differ are refused.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None).
 
     Raises:
-        ConfigError: a mistake in the configuration or in an argument, or what the engine would not train right.
+        ConfigError: a mistake in the configuration or in an argument, or a model that the engine cannot train exactly.
         BudgetError: something does not fit.
         StateError: the model is offloaded already, or its engine was closed and its weights went with it.
         AioError: a file for what lives on nvme cannot be made.
@@ -128,7 +131,7 @@ def _make_engine(
 ) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Make the four things that `initialize()` returns."""
     if model is None:
-        raise ConfigError("model", None, "an nn.Module")
+        raise ConfigError("model", None, "pass an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
     settings = _settled(settings, optimizer, lr_scheduler)

@@ -58,13 +58,22 @@ def offload(
 ) -> tuple[Model, OffloadedOptimizer]:
     """Move the states of `model` and `optimizer` to the tiers that `config` says.
 
-    The model stays the same nn.Module and the loop stays `loss.backward(); optimizer.step();
-    optimizer.zero_grad()`. Learning-rate schedulers work on the returned optimizer's param_groups, which are
-    those of `optimizer`: one, or a torch.optim.Muon and the AdamW of what is no matrix, in a list, for which one then
-    stands. Gradients are torch's: they add up until they are dropped, however many backward passes that
-    takes, and `param.grad` can be read, clipped, edited and assigned. `update.in_backward: true` in the configuration
-    gives that up for memory and time. Under a launcher of several ranks all of them call this: gradients are then the
-    means over the ranks, as those of DistributedDataParallel, which must not be around the model.
+    The model stays the same nn.Module, and the loop stays `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+    Gradients are torch's: they add up until they are dropped, and `param.grad` can be read, clipped, edited and
+    assigned. `update.in_backward: true` in the configuration gives that up to save memory and time.
+
+    Under torchrun all ranks call this. Gradients are then averaged over the ranks; do not wrap the model in
+    DistributedDataParallel.
+
+    Args:
+        model: built as usual, or under `zero.Init`.
+        optimizer: a new optimizer of the model's parameters; or a list of a torch.optim.Muon for the matrices and an
+            AdamW for the rest.
+        config: a dict, the path of a JSON file, or an OffloadConfig.
+
+    Returns:
+        The model, and the optimizer to use from now on. Its param_groups are those of `optimizer`, so that schedulers
+        made on either work.
 
     Raises:
         ConfigError: an optimizer of a class that is not built, one that has stepped already, or one whose parameters
@@ -87,7 +96,7 @@ def _offload(
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=3)
     if isinstance(optimizer, OffloadedOptimizer):
-        raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
+        raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already: pass a new optimizer")
     expect_no_dtensors(model)
     origins = check_optimizers(optimizer, settings)
     kept = with_kept_gradients(settings)
@@ -136,7 +145,7 @@ def _refuse_step(
     if successor() is None or isinstance(origin, OffloadedOptimizer):
         return
     raise StateError(
-        f"step() of the {type(origin).__name__} whose states were offloaded: call step() of what offload() or "
+        f"the states of this {type(origin).__name__} were offloaded: call step() of the optimizer that offload() or "
         "initialize() returned"
     )
 
@@ -154,10 +163,10 @@ def _spec_and_defaults(
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states live in the tiers; made by `offload()` or `initialize()`.
+    """An optimizer whose states live in the tiers; `offload()` and `initialize()` make it.
 
-    `param.grad` stands for the gradient wherever it is: [Note: gradients as tensors]. `grad_norm()` gives the norm that
-    the last step has seen.
+    A script uses it as any optimizer of torch. `param.grad` stands for the gradient wherever it lives: [Note: gradients
+    as tensors].
     """
 
     _state: States
@@ -287,11 +296,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Apply the gradients. Returns before the update is done.
+        """Apply the gradients. Returns before the update is done; the next forward of a unit waits for the unit's.
 
         Raises:
-            NonFiniteError, AioError: the update of this step or of an earlier one failed. The next use raises such an
-                error at the latest.
+            NonFiniteError, AioError: the update of this step, or of an earlier one, failed. If that is known later, the
+                next call raises it.
             StateError: the engine is closed, a backward did not finish, a parameter that was frozen is to be trained,
                 the param groups hold other parameters, or options or gradients have changed since a backward that has
                 updated the weights.
@@ -332,12 +341,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those of a backward that did not finish; or make them zero.
+        """Drop the gradients, or with `set_to_none=False` make them zero, also after a backward that failed.
 
-        After a NonFiniteError of which nothing was applied training goes on: that step counts as skipped.
+        After a NonFiniteError of which nothing was applied this lets training go on: that step counts as skipped.
 
         Raises:
-            StateError: a backward has updated weights, all or some, in the place of `step()`.
+            StateError: a backward has already updated weights (updates run in backward), so `step()` has to come first.
             NonFiniteError: the last step failed, and no call has raised its error yet.
         """
         self.runtime.coordinator.discard_gradients(set_to_none=set_to_none)
@@ -345,7 +354,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being made; StateError afterwards, as the units are laid out once."""
         if hasattr(self, "runtime"):
-            raise StateError("add_param_group after offload(): add the group before")
+            raise StateError("add_param_group() after offload(): add the group to the optimizer before")
         add_param_group(self, param_group)
 
     # --- what happened ---
@@ -419,10 +428,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return read_states(self.runtime.weights, *place) if place[1].trainable else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the format of torch's optimizer, with the fp32 master weights beside it: [Note: state dicts].
+        """Return the state dict of torch's optimizer, and in 16 bits the fp32 master weights: [Note: state dicts].
 
-        The compact layout adds the moments' codes and scales, from which loading continues with the same bits. A change
-        of these tensors in place is written to the states, as in torch. Raises StateError where the engine is closed.
+        Its tensors take no memory: each is read when it is used. A change of one in place changes the state, as in
+        torch. The compact layout adds its codes and scales, so that loading continues with the same bits. Raises
+        StateError if the engine is closed.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -447,11 +457,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the format of `state_dict()` or of torch's optimizer (whose weights stay what they are).
+        """Load a dict of `state_dict()`, which sets the weights too in 16 bits, or one of torch's optimizer.
 
-        As in torch a parameter without a state in the dict begins anew: with the states of a first step. The compact
-        layout takes codes where the dict has them and they belong to its moments, else it rounds the fp32 moments; the
-        fp32 layout ignores codes.
+        A parameter without a state in the dict begins anew, as in torch. The compact layout takes the dict's codes if
+        they belong to its moments, and otherwise rounds the fp32 moments. The fp32 layout ignores codes.
 
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.

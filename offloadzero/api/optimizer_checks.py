@@ -96,7 +96,7 @@ def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]
             )
         return
     missing = next((name for key, name in names.items() if key not in held), None)
-    advice = "make it on the parameters of the very model that is given, model.parameters()"
+    advice = "make the optimizer from model.parameters() of the model that you pass"
     if missing is not None:
         advice = f"and it does not hold the model's {missing}: {advice}"
     else:

@@ -131,8 +131,8 @@ class _States(dict[str, Any]):
 class StateDict(_States):
     """The dict that `optimizer.state_dict()` returns. Its `copy()` copies the tensors, too.
 
-    An optimizer of torch keeps the tensors that its `load_state_dict` is given, and its steps would write into these
-    states; but it calls `copy()` first.
+    torch's `load_state_dict` keeps the tensors that it is given, and its steps would write into these states; but it
+    calls `copy()` first.
     """
 
     def copy(self) -> dict[str, Any]:
@@ -173,11 +173,11 @@ class ParamStates(_States):
 
 
 class States(defaultdict[torch.Tensor, Any]):
-    """The mapping `optimizer.state`: it has no keys, as the states live in the tiers, and reads an item from there.
+    """The mapping `optimizer.state`: `state[param]` reads a parameter's states from their tiers; it shows no keys.
 
-    It has none because scripts that iterate over it move the tensors that they find to the device. It is true all the
-    same: torch's checkpoint functions take a step of zero gradients with an optimizer whose `state` is false, so that
-    it has states to save.
+    Scripts that iterate over the keys would move the tensors that they find to the device. `bool(state)` is still True:
+    with an optimizer whose `state` is empty torch's checkpoint functions take a step of zero gradients, so that there
+    are states to save.
     """
 
     def __init__(self, read: Callable[[torch.Tensor], dict[str, Any] | None]) -> None:

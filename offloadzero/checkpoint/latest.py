@@ -220,7 +220,7 @@ def _known(directory: Path) -> str:
             good.append(found.tag)
         except CheckpointError as error:
             damaged.append(f"{found.tag!r} ({error})")
-    text = f"Complete there: {', '.join(map(repr, good)) or 'none'}"
+    text = f"Complete checkpoints there: {', '.join(map(repr, good)) or 'none'}"
     return text + (f"; damaged: {', '.join(damaged)}" if damaged else "")
 
 

@@ -155,9 +155,11 @@ def _has_states(checkpoint: Checkpoint, record: Record, slot: ParamSlot) -> bool
 def _check_tensor(name: str, stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if stored.entry.shape != shape:
         found = tuple(stored.entry.shape)
-        raise CheckpointError(f"{stored.file}: {name} is {found}, in the model {tuple(shape)}")
+        raise CheckpointError(
+            f"{stored.file}: {name} has the shape {found} here and {tuple(shape)} in the model"
+        )
     if stored.entry.dtype != dtype and not (stored.entry.dtype.is_floating_point and dtype.is_floating_point):
-        raise CheckpointError(f"{stored.file}: {name} is {stored.entry.dtype}, in the model {dtype}")
+        raise CheckpointError(f"{stored.file}: {name} is {stored.entry.dtype} here and {dtype} in the model")
 
 
 def _check_overlapping(name: str, buffer: torch.Tensor, checkpoint: Checkpoint) -> None:

@@ -26,7 +26,7 @@ D = TypeVar("D")
 C = TypeVar("C", bound="DataclassInstance")
 
 _SLIP = 0.8  # how alike two keys are, by difflib, of which one is taken for a slip of the other
-_FEW_KEYS = 16  # an object of no more is named whole where no key is near
+_FEW_KEYS = 20  # an object of no more is named whole where no key is near
 
 
 class Block:

@@ -248,9 +248,8 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
         )
         return None
     if stage < min_stage:
-        stages = " or ".join(str(allowed) for allowed in range(min_stage, 4))
         raise ConfigError(
-            block.dotted("device"), device, f"needs zero_optimization.stage {stages}, it is {stage}"
+            block.dotted("device"), device, f"needs zero_optimization.stage {min_stage} to 3; it is {stage}"
         )
     if device == "nvme":
         paths = block.read("nvme_path", read_nvme_paths, ())
@@ -268,7 +267,7 @@ def _read_zero_plus_plus(zero: _Zero, world_size: int) -> ZeroPlusPlusConfig:
     for name, key in own_keys(ZeroPlusPlusConfig):
         value = getattr(config, name)
         if value != getattr(ZeroPlusPlusConfig(), name) and zero.stage < 3:
-            allowed = f"needs zero_optimization.stage 3, it is {zero.stage}"
+            allowed = f"needs zero_optimization.stage 3; it is {zero.stage}"
             raise ConfigError(block.dotted(key.name), value, allowed)
     if world_size > 1 and world_size % config.node_ranks:
         allowed = f"ranks of a machine, by which the {world_size} ranks can be divided"

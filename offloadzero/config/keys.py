@@ -96,7 +96,7 @@ _BOOL, _NUMBER, _TEXT, _SWITCHED = Kind.BOOL, Kind.NUMBER, Kind.TEXT, Kind.SWITC
 
 _TRACKER = "metrics are not sent to trackers from here; log what the engine reports"
 _LEASES = "leases are sized from the units and the budgets (offloadzero.budgets)"
-_COLLECTIVES = "one rank has no collective, several have one per unit"
+_COLLECTIVES = "not needed: over several ranks each unit has one collective"
 _PIPELINE = "reads, the update and writes always overlap (offloadzero.update.num_chunks_in_flight)"
 _REPLACEMENT = "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)"
 _SCHEDULED_BITS = "not built; ignoring it would change what is trained"

@@ -26,6 +26,14 @@ from offloadzero.core.segments import TierName
 from offloadzero.errors import ConfigError
 
 TIERS = tuple(tier.value for tier in TierName)
+# What scripts call tiers and devices of offloading, and the names for it in the JSON.
+_OTHER_NAMES = {
+    "cpu": ("host",),
+    "gpu": ("device", "none"),
+    "cuda": ("device", "none"),
+    "disk": ("nvme",),
+    "ssd": ("nvme",),
+}
 
 _STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?", re.ASCII)
@@ -44,7 +52,7 @@ BYTE_UNITS: Mapping[str, int] = MappingProxyType(
 )
 
 AUTO = "auto"  # the Hugging Face Trainer resolves it before us
-UNRESOLVED = 'a number: "auto" is for the Hugging Face Trainer to resolve, and nobody has'
+UNRESOLVED = 'write a number: "auto" is for the Hugging Face Trainer to fill in, and nobody has'
 
 # The largest count of samples, micro batches or threads: a larger one is a mistake, and no counter gets there.
 MAX_COUNT = 2**31 - 1
@@ -66,6 +74,11 @@ def _range_text(what: str, minimum: float | None, maximum: float | None) -> str:
     return " ".join([what, " and ".join(bounds)]).strip()
 
 
+def _unlike_text(value: object) -> str:
+    """What is added to "a number" where a text was written, "1e-3" say."""
+    return ", without quotes" if isinstance(value, str) else ""
+
+
 def _is_whole(value: object) -> TypeGuard[int | float]:
     if isinstance(value, float):
         return value.is_integer()  # false for infinity and NaN as well
@@ -81,7 +94,7 @@ def read_bool(key: str, value: object) -> bool:
 
 def read_int(key: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
     """Read an integer or an integral float within the bounds (both inclusive). Raises ConfigError for anything else."""
-    allowed = _range_text("a whole number", minimum, maximum)
+    allowed = _range_text("a whole number", minimum, maximum) + _unlike_text(value)
     if not _is_whole(value):
         raise ConfigError(key, value, allowed)
     number = int(value)
@@ -94,7 +107,7 @@ def read_float(
     key: str, value: object, *, minimum: float | None = None, maximum: float | None = None
 ) -> float:
     """Read a finite number within the bounds (both inclusive). Raises ConfigError for anything else."""
-    allowed = _range_text("a finite number", minimum, maximum)
+    allowed = _range_text("a finite number", minimum, maximum) + _unlike_text(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(key, value, allowed)
     try:
@@ -119,6 +132,9 @@ def read_enum(key: str, value: object, allowed: Iterable[str]) -> str:
     """Read one of the words `allowed`, compared exactly. Raises ConfigError for anything else."""
     words = list(allowed)
     if not isinstance(value, str) or value not in words:
+        meant = next((word for word in _OTHER_NAMES.get(str(value), ()) if word in words), None)
+        if meant is not None:
+            raise ConfigError(key, value, f"allowed {', '.join(words)}: {value} is {meant!r} here")
         raise ConfigError(key, value, "allowed " + ", ".join(words), known_values=words)
     return value
 

@@ -286,11 +286,17 @@ class UnitConfig:
     )
     # Leaf modules outside the repeated blocks.
     min_leaf_elements: int = own_key(
-        100_000, "leaves of at least so many elements are units of their own; {default}", read_int, minimum=0
+        100_000,
+        "layers outside the blocks with at least so many elements are units of their own; {default} when absent",
+        read_int,
+        minimum=0,
     )
     # Unit leases the device arena holds beside homes when no device budget is given.
     prefetch_units: int = own_key(
-        2, "units leased ahead without a device budget or max_live_parameters; {default}", read_int, minimum=1
+        2,
+        "units fetched ahead, without a device budget or max_live_parameters; {default} when absent",
+        read_int,
+        minimum=1,
     )
     leaf_modules: LeafModuleConfig = LeafModuleConfig()  # zero_optimization.leaf_module
 
@@ -309,8 +315,8 @@ class ActivationConfig:
     )
     input_bytes: int | None = own_key(
         None,
-        f"of all inputs of one unit's call, each rounded up to {GRID_BYTES} (times the ranks along tp under "
-        "partition_activations), for host or nvme: what they take is planned; seen in the first step when absent",
+        f"bytes of the inputs of one unit's call, each rounded up to {GRID_BYTES} (times the ranks along tp under "
+        "partition_activations): their room on host or nvme is then planned; taken in the first step when absent",
         read_num_bytes,
         minimum=1,
     )
@@ -336,12 +342,16 @@ class UpdateConfig:
     chunk_elements: int = own_key(
         4 * 1024 * 1024,
         f"elements per pipelined piece, a multiple of {CHUNK_MULTIPLE} (of {COMPACT_CHUNK_MULTIPLE} with state_layout "
-        "compact); {default}",
+        "compact); {default} when absent",
         read_multiple,
         of=CHUNK_MULTIPLE,
     )
     num_chunks_in_flight: int = own_key(
-        3, "pieces being read, updated and written at once; {default}", read_int, minimum=1, maximum=1024
+        3,
+        "pieces being read, updated and written at once; {default} when absent",
+        read_int,
+        minimum=1,
+        maximum=1024,
     )
     num_threads: int | None = own_key(  # None: also those of `cores`
         None,
@@ -387,7 +397,9 @@ class AioConfig:
     queue_depth: int = 32
     num_threads: int = 1
     checksums: bool = own_key(
-        False, "keep a CRC-32C of each 4 KiB block on nvme and verify what is read; {default}", read_bool
+        False,
+        "keep a CRC-32C of each 4 KiB block on nvme and verify what is read; {default} when absent",
+        read_bool,
     )
     transfer_timeout_s: float | None = own_key(
         None,
@@ -404,8 +416,8 @@ class ZeroPlusPlusConfig:
 
     node_ranks: int = own_key(  # hpZ
         1,
-        "so many consecutive ranks, those of a machine, keep a copy of the weights of each unit from its first gather "
-        "in a step for the later ones; divides the number of ranks; 1 for none; {default} when absent; needs stage 3",
+        "number of consecutive ranks, those of a machine, that share a copy of each unit after its first gather in a "
+        "step; divides the number of ranks; 1 for none; {default} when absent; needs stage 3",
         read_int,
         name="zero_hpz_partition_size",
         minimum=0,
@@ -418,7 +430,7 @@ class ZeroPlusPlusConfig:
     )
     quantized_nontrainable_weights: bool = own_key(
         False,
-        "the same for weights that do not train alone; needs stage 3. Their homes keep the exact ones",
+        "the same for frozen weights only; needs stage 3. Their homes keep the exact weights",
         read_bool,
         name="zero_quantized_nontrainable_weights",
     )
@@ -448,7 +460,9 @@ class ObserveConfig:
     """The parts of each step that are recorded or printed. `trace_steps` are ranges of steps, both ends included."""
 
     step_line: bool = own_key(
-        False, "print a line per step: its time, its bound, its largest waits; {default}", read_bool
+        False,
+        "print a line per step: its time, its bound, its largest waits; {default} when absent",
+        read_bool,
     )
     run_dir: Path | None = own_key(
         None, "a directory for a record per step; `offloadzero report` makes a page of it", read_path
@@ -457,7 +471,7 @@ class ObserveConfig:
         (), 'steps whose lanes are traced into run_dir: [3, 4], "10-12"', read_steps
     )
     nvme_shared: bool = own_key(
-        False, "the drive has one limit for reads and writes together; {default}", read_bool
+        False, "the drive has one limit for reads and writes together; {default} when absent", read_bool
     )
 
 
@@ -501,8 +515,9 @@ class OffloadConfig:
     )
     frozen_weights: str = own_key(
         "auto",
-        "frozen weights on nvme whose memory was a mapped file (from_pretrained): in_place, read there; copy, from the "
-        "swap files; auto, in_place where the file is on the one drive of nvme_path, and checksums are off; {default}",
+        "where frozen weights on nvme are read from: in_place, the model's own files (from_pretrained); copy, the swap "
+        "files; auto, in_place if these files are on the drive of nvme_path and checksums are off; {default} when "
+        "absent",
         read_enum,
         auto_is_absent=False,
         allowed=("auto", "in_place", "copy"),
@@ -526,7 +541,7 @@ class OffloadConfig:
     update: UpdateConfig = own_block(UpdateConfig, "how the optimizer's update runs")
     aio: AioConfig = own_block(AioConfig, "which file engine")
     observe: ObserveConfig = own_block(
-        ObserveConfig, "what of each step is shown and recorded (docs/observe.md)"
+        ObserveConfig, "what of each step is shown and recorded (docs/measuring.md)"
     )
     # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
     max_live_parameters: int | None = None

@@ -382,7 +382,9 @@ class Runtime:
 
     def _record_end(self, script_error: BaseException | None) -> None:
         """Record that the engine is closed, and why for the other ranks."""
-        closed = StateError("the engine of this model is closed")
+        closed = StateError(
+            "the engine of this model is closed: close() takes the weights with it, restore_model() keeps them"
+        )
         cause = script_error or StateError("it has closed its engine")
         self.failures.end(closed, cause=cause, has_failed=script_error is not None)
 

@@ -84,7 +84,7 @@ class FailureStore:
                 if time.monotonic() > until_s:
                     with named(what):
                         late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
-                    raise RankError(f"{what}: ranks {late} have not come to it") from error
+                    raise RankError(f"{what}: ranks {late} did not take part in time") from error
 
     def _expect_same(self, what: str) -> None:
         """Raise RankError unless the first rank that has come starts the same: they would make different groups."""

@@ -110,10 +110,10 @@ class Collectives:
         if len(set(orders)) > 1:
             raise StateError(
                 f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
-                f"rank {self.members[0]}, and this is rank {self.rank}. All ranks must run the same forwards, "
-                "evaluations too, and read the same weights. Where the data choose which modules run, experts say, "
-                "make these one unit on all ranks: zero.set_z3_leaf_modules(model, [class of the module that holds "
-                "them]), zero_optimization.leaf_module or offloadzero.units.patterns"
+                f"rank {self.members[0]} (this is rank {self.rank}). All ranks must run the same forwards, evaluations "
+                "too, and read the same weights. Where the data choose which modules run, experts say, make these one "
+                "unit on all ranks: zero.set_z3_leaf_modules(model, [class of the module that holds them]), "
+                "zero_optimization.leaf_module or offloadzero.units.patterns"
             )
         self.expect_same_writes(writes_by_rank, label)
 
@@ -123,8 +123,8 @@ class Collectives:
         if odd:
             raise StateError(
                 f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
-                f"and states, or gradients, as that of rank {self.members[0]}, and what each rank keeps of them no "
-                "longer fits. All ranks must write the same values, or none: load_state_dict(), param.data, "
+                f"and states, or gradients, as that of rank {self.members[0]}, so the parts that the ranks keep no "
+                "longer fit. All ranks must write the same values, or none: load_state_dict(), param.data, "
                 "param.grad, zero_grad(), safe_set_full_fp32_param(), load_checkpoint()"
             )
 

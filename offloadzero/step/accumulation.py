@@ -159,7 +159,7 @@ class ScaledLosses:
             self._num_waiting -= 1
         elif self._running is None or self._running() is None:
             raise StateError(
-                "fp16 gradients need loss scaling, once for each backward: optimizer.scale(loss).backward(), or "
+                "fp16 gradients need loss scaling, once for each backward: call optimizer.scale(loss).backward(), or "
                 "engine.backward(loss)"
             )
 

@@ -300,14 +300,15 @@ class StepCoordinator:
             self._before_backward()
         if self._jobs:
             raise StateError(
-                "backward() after the last micro batch of a step and before step(): the weights are updated in "
-                "backward. Set gradient_accumulation_steps to the number of backward passes per step, or "
+                "backward() again before step(), which closes a step whose backward has updated the weights. Set "
+                "gradient_accumulation_steps to the number of backward passes per step, or "
                 '"offloadzero": {"update": {"in_backward": false}}'
             )
         last_micro_batch = self._accumulation.is_boundary()
         if not last_micro_batch and not self.policy.keeps_gradients:
             raise StateError(
-                "backward() of a micro batch that is not the last of its step, but gradients are not kept: set "
+                "this micro batch is not the last of its step, but gradients are not kept, as backward "
+                "updates the weights: set "
                 "gradient_accumulation_steps to the number of backward passes per step, or "
                 '"offloadzero": {"update": {"in_backward": false}}'
             )

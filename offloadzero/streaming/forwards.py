@@ -33,8 +33,8 @@ _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export
 def refuse_export() -> NoReturn:
     """Raise StateError: an exporter would take weights that come and go."""
     raise StateError(
-        "torch.jit and torch.export take weights as they lie in memory, and those of an offloaded model come and go: "
-        "export an ordinary copy, copy.deepcopy(model), or call restore_model() first"
+        "torch.jit and torch.export need weights that stay in memory, which an offloaded model has not: export "
+        "an ordinary copy, copy.deepcopy(model), or call restore_model() first"
     )
 
 

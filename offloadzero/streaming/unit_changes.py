@@ -107,8 +107,8 @@ class UnitChanges:
         """Raise if backward has updated the unit and step() has not been called: a script would see the new weights."""
         if index in self._updated_early and self._store.failures.stop is None:
             raise StateError(
-                f"{self._units[index].record.name}: its weights are those after the step already, as they are updated "
-                'in backward: use them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
+                f"{self._units[index].record.name}: backward has already updated its weights: call step() before "
+                'they are used again, or set "offloadzero": {"update": {"in_backward": false}}'
             )
 
     def launched_reads(self) -> Ticket:

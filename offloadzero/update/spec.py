@@ -243,7 +243,11 @@ class OptimizerSpec(ABC, Generic[H]):
     def expect_layout(self, state_layout: str) -> None:
         """Refuse a layout of the states that the optimizer lacks."""
         if state_layout == "compact" and self.codes is None:
-            raise ConfigError("offloadzero.state_layout", state_layout, f"{self.name} has fp32 only")
+            raise ConfigError(
+                "offloadzero.state_layout",
+                state_layout,
+                f"{self.name} has the fp32 layout only; compact needs Adam or AdamW",
+            )
 
     def expect_origin(self, origin: torch.optim.Optimizer, state_layout: str) -> None:  # noqa: ARG002
         """Refuse an optimizer whose states could not be continued, or one that has stepped already."""
@@ -251,8 +255,8 @@ class OptimizerSpec(ABC, Generic[H]):
             raise ConfigError(
                 "optimizer",
                 type(origin).__name__,
-                "it has states: offload it before its first step, and load a state_dict after offload(), with "
-                "load_state_dict() of the optimizer that is returned",
+                "it has states already: pass a new optimizer, and load this one's state_dict() into the optimizer "
+                "that is returned",
             )
 
     def initial_value(self, kind: SegmentKind, group: Mapping[str, Any]) -> float:  # noqa: ARG002

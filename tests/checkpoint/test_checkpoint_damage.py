@@ -318,7 +318,10 @@ SEALED: dict[str, tuple[Edit, str]] = {
     "a negative shape": (in_header("[17, 17]", "[-17, -17]"), "sizes that are none"),
     "a huge shape": (in_header("[17, 17]", "[" + ", ".join(["9000000000000000000"] * 60) + "]"), "its shape"),
     "many dimensions": (in_header("[17, 17]", "[" + "1, " * 1000 + "289]"), "no shape"),
-    "another shape": (in_header("[17, 17]", "[289, 1]"), r"blocks.0.weight is \(289, 1\), in the model"),
+    "another shape": (
+        in_header("[17, 17]", "[289, 1]"),
+        r"blocks.0.weight has the shape \(289, 1\) here and ",
+    ),
     "a state of another shape": (
         in_header(entry("exp_avg", "F32", "17, 17"), entry("exp_avg", "F32", "289")),
         r"blocks.0.weight.exp_avg is torch.float32 \(289,\) instead of torch.float32 \(17, 17\)",
@@ -350,7 +353,7 @@ SEALED: dict[str, tuple[Edit, str]] = {
     ),
     "buffers of another shape": (
         lambda path: edit_header(path / "buffers.safetensors", '"shape": []', '"shape": [1]'),
-        r"buffers.safetensors: seen is \(1,\), in the model \(\)",
+        r"buffers.safetensors: seen has the shape \(1,\) here and \(\) in the model",
     ),
     "buffers of another dtype": (
         lambda path: edit_header(path / "buffers.safetensors", '"I64", "shape": []', '"I32", "shape": [2]'),

@@ -109,7 +109,7 @@ def test_nothing_there_is_none(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "data" / "meta.json").write_text('{"format": "parquet"}')
     (tmp_path / ".x.123.partial").mkdir()
     assert engine.load_checkpoint(tmp_path) == (None, {})
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'a' in .*Complete there: none"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'a' in .*Complete checkpoints there: none"):
         engine.load_checkpoint(tmp_path, tag="a")
     with pytest.raises(CheckpointError, match=r"data is not a checkpoint of this package"):
         engine.load_checkpoint(tmp_path, tag="data")
@@ -122,7 +122,7 @@ def test_a_tag_that_is_not_there_names_those_that_are(engine: Any, saved: Path) 
     ):
         engine.load_checkpoint(saved, tag="c")
     for tag in ("../saved/b", "", "b/", ".", "b\0", "\ud800"):
-        with pytest.raises(CheckpointError, match=r"no checkpoint .*Complete there: 'b'"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint .*Complete checkpoints there: 'b'"):
             engine.load_checkpoint(saved, tag=tag)
 
 

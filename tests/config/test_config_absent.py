@@ -35,7 +35,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
         lambda _: with_checkpoints().activation_checkpoints.tier is TierName.DEVICE,
     ),
     "offloadzero.activation_checkpoints.input_bytes": (
-        "seen in the first step when",
+        "taken in the first step when",
         lambda _: with_checkpoints().activation_checkpoints.input_bytes is None,
     ),
     "offloadzero.budgets": ("what the machine has when", lambda c: c.budgets == type(c.budgets)()),
@@ -83,14 +83,14 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "fp16.consecutive_hysteresis": ("false when", lambda _: not scaling().consecutive_hysteresis),
     "zero_optimization.zero_hpz_partition_size": ("1 when", lambda c: c.zero_plus_plus.node_ranks == 1),
     "offloadzero.placement[].units": ("* when", lambda _: one_rule().units == "*"),
-    "offloadzero.units.min_leaf_elements": ("; 100000", lambda c: c.units.min_leaf_elements == 100_000),
-    "offloadzero.units.prefetch_units": ("; 2", lambda c: c.units.prefetch_units == 2),
-    "offloadzero.update.chunk_elements": ("; 4194304", lambda c: c.update.chunk_elements == 4_194_304),
-    "offloadzero.update.num_chunks_in_flight": ("; 3", lambda c: c.update.num_chunks_in_flight == 3),
-    "offloadzero.frozen_weights": ("; auto", lambda c: c.frozen_weights == "auto"),
-    "offloadzero.aio.checksums": ("; false", lambda c: not c.aio.checksums),
-    "offloadzero.observe.step_line": ("; false", lambda c: not c.observe.step_line),
-    "offloadzero.observe.nvme_shared": ("; false", lambda c: not c.observe.nvme_shared),
+    "offloadzero.units.min_leaf_elements": ("; 100000 when", lambda c: c.units.min_leaf_elements == 100_000),
+    "offloadzero.units.prefetch_units": ("; 2 when", lambda c: c.units.prefetch_units == 2),
+    "offloadzero.update.chunk_elements": ("; 4194304 when", lambda c: c.update.chunk_elements == 4_194_304),
+    "offloadzero.update.num_chunks_in_flight": ("; 3 when", lambda c: c.update.num_chunks_in_flight == 3),
+    "offloadzero.frozen_weights": ("; auto when", lambda c: c.frozen_weights == "auto"),
+    "offloadzero.aio.checksums": ("; false when", lambda c: not c.aio.checksums),
+    "offloadzero.observe.step_line": ("; false when", lambda c: not c.observe.step_line),
+    "offloadzero.observe.nvme_shared": ("; false when", lambda c: not c.observe.nvme_shared),
 }
 
 # Said of keys whose absence is tried where a model is: DeepSpeed's clipping, homes that follow from others', the order.

@@ -19,7 +19,7 @@ from offloadzero.config import BatchConfig, OffloadConfig, PlacementConfig, load
 from offloadzero.errors import ConfigError, StateError
 from tests.support.tiny import TinyModel, settings, tokens
 
-NOBODY = '"auto" is for the Hugging Face Trainer to resolve, and nobody has'
+NOBODY = '"auto" is for the Hugging Face Trainer to fill in, and nobody has'
 
 
 def linear(seed: int = 0) -> nn.Module:
@@ -186,7 +186,7 @@ def test_a_rate_left_at_auto_is_needed_where_the_optimizer_is_built(opened: list
     config = on_cpu(
         gradient_clipping=0.0, optimizer={"type": "AdamW", "params": {"lr": "auto", "eps": "auto"}}
     )
-    with pytest.raises(ConfigError, match=rf"^optimizer\.params\.lr = 'auto': a number: {NOBODY}"):
+    with pytest.raises(ConfigError, match=rf"^optimizer\.params\.lr = 'auto': write a number: {NOBODY}"):
         offloadzero.initialize(model=linear(), config=config)
     model = linear()
     groups = [{"params": list(model.parameters()), "lr": 0.5}]
@@ -220,7 +220,9 @@ def test_batch_sizes_left_at_auto(
     assert load_config(config).batch == expected
     model = linear()
     if "gradient_accumulation_steps" in expected.unresolved:
-        with pytest.raises(ConfigError, match=rf"^gradient_accumulation_steps = 'auto': a number: {NOBODY}"):
+        with pytest.raises(
+            ConfigError, match=rf"^gradient_accumulation_steps = 'auto': write a number: {NOBODY}"
+        ):
             offloadzero.initialize(model=model, config=config, optimizer=adamw(model))
         # In the plain form the loop says when it steps.
         opened.append(offloadzero.offload(model, adamw(model), config)[1])
@@ -277,7 +279,7 @@ def test_a_warmup_left_at_auto_rises_to_the_optimizers_rate(name: str, opened: l
 )
 def test_a_schedule_left_at_auto_says_what_it_needs(name: str, params: dict[str, Any]) -> None:
     (key,) = params
-    with pytest.raises(ConfigError, match=rf"^scheduler\.params\.{key} = 'auto': a number: {NOBODY}"):
+    with pytest.raises(ConfigError, match=rf"^scheduler\.params\.{key} = 'auto': write a number: {NOBODY}"):
         offloadzero.initialize(model=linear(), config=scheduled(params, name))
     # A scheduler that is passed takes its place.
     engine, *_ = offloadzero.initialize(

@@ -177,7 +177,9 @@ def test_an_engine_that_only_evaluates(tmp_path: Path, placement: str) -> None:
     assert "grad" not in engine.memory_table()
     loss = engine(tokens(0))
     for call in (lambda: engine.backward(loss), engine.step, lambda: engine.scale(loss)):
-        with pytest.raises(StateError, match="has no optimizer and only evaluates: give initialize"):
+        with pytest.raises(
+            StateError, match="has no optimizer, so it only evaluates: pass one to initialize"
+        ):
             call()
     engine.zero_grad()
     assert engine.get_lr() == []

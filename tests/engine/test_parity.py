@@ -24,8 +24,8 @@ from tests.support.training import (
     worst_relative_difference,
 )
 
-# As many as in docs/parity.md, which `python -m tests.support.parity` makes, or fewer of the same: nearer to plain
-# PyTorch, as the distance grows from step to step. A learning rate of nine tenths is 0.2 % away after five, a run
+# As many as in docs/how-it-works.md, which `python -m tests.support.parity` makes, or fewer of the same: nearer to
+# plain PyTorch, as the distance grows from step to step. A learning rate of nine tenths is 0.2 % away after five, a run
 # without clipping 0.07 % after six.
 IN_FULL = "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ
 STEPS = {} if IN_FULL else {"num_steps": 3, "num_plain_steps": 6}

@@ -187,11 +187,11 @@ def test_a_recomputation_is_no_python_of_the_hooks(tmp_path: Path, kind: type[Sl
         assert record["launch_s"] < SlowBlock.slow_s
 
 
-DOCUMENTED = (Path(__file__).resolve().parents[2] / "docs" / "observe.md").read_text()
+DOCUMENTED = (Path(__file__).resolve().parents[2] / "docs" / "measuring.md").read_text()
 
 
 def documented_fields() -> dict[str, str]:
-    """Field -> its meaning, of the table in docs/observe.md."""
+    """Field -> its meaning, of the table in docs/measuring.md."""
     table = DOCUMENTED.partition("One line of `steps.jsonl`:")[2].partition("A step's line")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
     return {name.strip(" `"): row[1].strip() for row in rows for name in row[0].split(",")}

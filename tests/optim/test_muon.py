@@ -211,7 +211,7 @@ def test_muon_and_adamw_in_a_list_are_what_the_json_names(tmp_path: Path) -> Non
                 schedule.step()
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02 / 8, 2e-3 / 8])
         for one in pair:
-            with pytest.raises(offloadzero.StateError, match="whose states were offloaded"):
+            with pytest.raises(offloadzero.StateError, match=r"the states of this .* were offloaded"):
                 one.step()
         optimizer.close()
     model = matrices(mixed=True)
@@ -419,7 +419,11 @@ def test_what_muon_cannot_train_is_refused_by_name(tmp_path: Path) -> None:
         r"filters\.weight\.shape = \(5, 3, 3\): Muon updates matrices: set `use_muon = False`",
         model=Filters(),
     )
-    refused("state_layout = 'compact': Muon has fp32 only", state_layout="compact", bf16={"enabled": True})
+    refused(
+        "state_layout = 'compact': Muon has the fp32 layout only",
+        state_layout="compact",
+        bf16={"enabled": True},
+    )
     refused("optimizer.params.dampening = 0.1: Muon takes lr, muon_lr, adam_lr", {"dampening": 0.1})
     refused(
         "per_head_muon = True: Muon of each attention head by itself is not built", {"per_head_muon": True}
@@ -455,7 +459,7 @@ def test_other_lists_of_optimizers_are_refused(tmp_path: Path) -> None:
     handle.remove()
     model(batch_of(0, mixed=True)).backward()
     adamw.step()
-    with pytest.raises(ConfigError, match="'AdamW': it has states: offload it before its first step"):
+    with pytest.raises(ConfigError, match="'AdamW': it has states already: pass a new optimizer"):
         offloadzero.offload(model, [muon, adamw], config)
 
 

@@ -137,14 +137,14 @@ def test_the_original_still_refuses_to_step() -> None:
     model = make_model()
     origin = make_optimizer(model)
     optimizer = offload(model, origin)
-    with pytest.raises(StateError, match=r"step\(\) of the AdamW whose states were offloaded"):
+    with pytest.raises(StateError, match=r"the states of this AdamW were offloaded"):
         origin.step()
     model(tokens(0)).backward()
     optimizer.step()
     optimizer.restore_model()
     del optimizer
     again = offload(model, origin)
-    with pytest.raises(StateError, match=r"step\(\) of the AdamW whose states were offloaded"):
+    with pytest.raises(StateError, match=r"the states of this AdamW were offloaded"):
         origin.step()
     model(tokens(0)).backward()
     again.step()

@@ -468,7 +468,10 @@ def test_what_has_no_meaning_is_refused(kind: Kind, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             make_engine(merge(settings(tmp_path, **kind.block, **own), over or {}))
 
-    refused(rf"offloadzero\.state_layout = 'compact': {kind.type} has fp32 only", state_layout="compact")
+    refused(
+        rf"offloadzero\.state_layout = 'compact': {kind.type} has the fp32 layout only",
+        state_layout="compact",
+    )
     key, value = kind.foreign_option
     arguments = ", ".join(OPTIMIZERS[kind.type])
     refused(
@@ -491,7 +494,7 @@ def test_torch_optimizers_that_are_refused(kind: Kind, tmp_path: Path) -> None:
     stepped = kind.make(model.parameters(), **kind.params)
     model(tokens(0)).backward()
     stepped.step()
-    with pytest.raises(ConfigError, match="it has states: offload it before its first step"):
+    with pytest.raises(ConfigError, match="it has states already: pass a new optimizer"):
         offloadzero.offload(model, stepped, config)
 
     class Mine(kind.make):  # type: ignore[name-defined,misc]
@@ -519,7 +522,7 @@ def test_states_that_torch_makes_before_the_first_step(tmp_path: Path) -> None:
     params = {"lr": 0.1, "initial_accumulator_value": 0.3}
     changed = torch.optim.Adagrad(model.parameters(), **params)
     changed.state[model.emb.weight]["sum"][3, 4] = 0.5
-    with pytest.raises(ConfigError, match="it has states: offload it before its first step"):
+    with pytest.raises(ConfigError, match="it has states already: pass a new optimizer"):
         offloadzero.offload(model, changed, config)
     origin = torch.optim.Adagrad(model.parameters(), **params)
     model, optimizer = offloadzero.offload(model, origin, config)

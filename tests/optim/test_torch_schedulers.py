@@ -260,7 +260,7 @@ def test_stepping_the_original_optimizer_is_refused() -> None:
     offloaded, optimizer = offloadzero.offload(model, original, config())
     offloaded(tokens(0)).backward()
     with pytest.raises(
-        StateError, match=r"step\(\) of the AdamW whose states were offloaded: call step\(\) of what"
+        StateError, match=r"the states of this AdamW were offloaded: call step\(\) of the optimizer that"
     ):
         original.step()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""The forecasts in docs/plan.md for machines that have not been measured are those that `offloadzero plan` gives.
+"""The forecasts of benchmarks/gpu_forecasts.md, for machines that have not been measured, are those of the plan.
 
 A row that differs is printed as it would be now: `pytest tests/planning/test_gpu_forecasts.py` after a change of the
 forecast, of the files in benchmarks/hardware or of an estimate of bytes.
@@ -52,7 +52,7 @@ def cells(line: str) -> list[str]:
 
 def section() -> str:
     """Return the part of the page."""
-    return (ROOT / "docs" / "plan.md").read_text().split(TITLE)[1].split("\n## ")[0]
+    return (ROOT / "benchmarks" / "gpu_forecasts.md").read_text().split(TITLE)[1].split("\n## ")[0]
 
 
 def published_rows() -> list[list[str]]:

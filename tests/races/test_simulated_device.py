@@ -101,7 +101,7 @@ def test_muon(placement: str, way: Backward, tmp_path: Path, monkeypatch: pytest
 
 @functools.cache
 def resident_run(case: parity.Case) -> Outcome:
-    """Of the matrix of docs/parity.md."""
+    """Of the matrix of docs/how-it-works.md."""
     with tempfile.TemporaryDirectory() as directory:
         return parity.run_case(case, "resident", directory, num_steps=NUM_PARITY_STEPS)
 
@@ -126,7 +126,7 @@ PARITY_CELLS = (
 def test_parity(
     case: parity.Case, placement: str, way: Backward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accumulating, clipping, checkpointing and tied: the matrix of docs/parity.md."""
+    """Accumulating, clipping, checkpointing and tied: the matrix of docs/how-it-works.md."""
     expected = resident_run(case)
     with checked(), simulated(monkeypatch, backward=way):
         found = parity.run_case(case, placement, tmp_path, num_steps=NUM_PARITY_STEPS)

@@ -392,7 +392,7 @@ REFUSED = [
         "zero_quantized_nontrainable_weights = True: needs .*stage 3",
     ),
     ({"stage": 2, "zero_quantized_gradients": True}, "zero_quantized_gradients = True: needs .*stage 3"),
-    ({"stage": 1, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size = 2: needs .*stage 3, it is 1"),
+    ({"stage": 1, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size = 2: needs .*stage 3; it is 1"),
     (
         {"stage": 3, "zero_hpz_partition_size": 4},
         "zero_hpz_partition_size = 4: ranks of a machine, by which the 6 ranks can be divided",

@@ -14,12 +14,14 @@ import pytest
 import torch
 import transformers
 
+import offloadzero
 from offloadzero.cli.main import main
 from tests.scripts.common import forget_accelerate
 from tests.support.tiny import script_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "fine-tuning.md").read_text()
+README = (ROOT / "README.md").read_text()
 RATES = re.compile(r"lr=1e-\d")
 RATE = "lr=1e-2"  # a few steps with it show; the page's are for many
 PROCESS_BYTES = 364 << 20  # of Python and torch, as a new process has them
@@ -27,9 +29,9 @@ OUTPUT = 'output_dir="checkpoints"'
 NEEDS = {"2": ("peft",), "3": ("trl", "datasets"), "4": ("trl", "datasets")}
 
 
-def code(section: str, language: str) -> list[str]:
+def code(section: str, language: str, page: str = PAGE) -> list[str]:
     """The blocks of code below the heading that begins so."""
-    text = re.split(r"^##+ ", PAGE, flags=re.MULTILINE)
+    text = re.split(r"^##+ ", page, flags=re.MULTILINE)
     (found,) = (part for part in text if part.startswith(section))
     return re.findall(rf"^```{language}\n(.*?)^```$", found, re.DOTALL | re.MULTILINE)
 
@@ -37,6 +39,11 @@ def code(section: str, language: str) -> list[str]:
 def recipe_of(number: str) -> str:
     """The script as it is run here."""
     (script,) = code(f"{number}. ", "python")
+    return as_run(script)
+
+
+def as_run(script: str) -> str:
+    """The script with a rate that shows in a few steps, and on the CPU where there is no GPU."""
     script = RATES.sub(RATE, script)
     return script if torch.cuda.is_available() else script.replace(OUTPUT, f"{OUTPUT}, use_cpu=True")
 
@@ -111,6 +118,25 @@ def test_a_recipe_runs_on_several_ranks(home: Path) -> None:
     expect_trained(home, "5")
 
 
+def test_the_lines_of_the_readme_fine_tune(home: Path) -> None:
+    (script,) = code("Fine-tune", "python", README)
+    assert len(script.splitlines()) == 10
+    (home / "config.json").write_text(code("Your loop", "json", README)[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    tokenizer.pad_token = tokenizer.eos_token
+    lines = (home / "data.jsonl").read_text().splitlines()
+    names: dict[str, Any] = {
+        "torch": torch,
+        "transformers": transformers,
+        "offloadzero": offloadzero,
+        "tokenizer": tokenizer,
+        "rows": [tokenizer(json.loads(line)["text"]) for line in lines],
+    }
+    forget_accelerate()
+    exec(compile(as_run(script), "README.md", "exec"), names)
+    expect_trained(home, "readme")
+
+
 def test_the_loop_of_the_page(home: Path) -> None:
     (script,) = code("A loop of your own", "python")
     config = json.loads((home / "config.json").read_text())
@@ -143,7 +169,7 @@ def test_the_figures_are_those_of_the_plan(
     if configuration == "compact.json":
         config["offloadzero"]["state_layout"] = "compact"
     (tmp_path / configuration).write_text(json.dumps(config))
-    (command,) = re.findall(r"^    offloadzero (plan .*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^offloadzero (plan .*)$", PAGE, re.MULTILINE)
     for word, value in (
         ("MODEL", model),
         ("CONFIGURATION", str(tmp_path / configuration)),

@@ -165,7 +165,7 @@ def test_an_input_that_the_plan_has_no_room_for_is_refused(tier: str, tmp_path: 
     expected = (
         r"^blocks\.0: offloadzero\.activation_checkpoints\.input_bytes: 8,192 bytes do not fit in what is planned on "
         rf"{tier} for the inputs of checkpointed units \(16,384 of 16,384 bytes are free, at most 4,096 in one "
-        r"piece\)\. It is the bytes of all inputs of one unit's call, each rounded up to 4,096; "
+        r"piece\)\. Set the key to the bytes of all inputs of one unit's call, each rounded up to 4,096, "
     )
     with pytest.raises(BudgetError, match=expected):
         engine(features(0))

@@ -43,7 +43,7 @@ SIZE = gpt_model.GPTSize(num_layers=4, width=32, num_heads=4)
 SEQ_LEN = 16
 BATCH_SIZE = 2
 PLAIN_TOLERANCE = 0.002
-DOCUMENT = ROOT / "docs" / "parity.md"
+DOCUMENT = ROOT / "docs" / "how-it-works.md"
 BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"
 
 
@@ -178,7 +178,7 @@ def write_document(text: str) -> None:
 def main() -> int:
     """Print the table; exit status 1 if a cell differs or the loss is off."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/parity.md")
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/how-it-works.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tensors this small gain nothing from a second one
     with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,8 @@
-"""DeepSpeed's functions for leaf modules, which are one unit each: experts, of which the data choose some.
+"""DeepSpeed's functions for leaf modules: modules that are one unit each, whatever their forward uses of them.
 
-At stage 3 each rank keeps a part of the weights, and all fetch a unit together. Where each expert is a unit, ranks
-whose data go to different ones do not: set_z3_leaf_modules(model, [the class that holds the experts]), before
-`initialize()` or `offload()`, makes all experts of a block one unit. So does `zero_optimization.leaf_module`.
+At stage 3 all ranks fetch a unit together. If each expert of a block were a unit, ranks whose data go to different
+experts could not. set_z3_leaf_modules(model, [the class that holds the experts]), before `initialize()` or
+`offload()`, makes all experts of a block one unit. So does `zero_optimization.leaf_module`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def name_problem(tag: str) -> str | None:
     if not tag:
         return "must not be empty"
     if "/" in tag or tag in (".", ".."):
-        return "a plain name: no '/', and not '..'"
+        return "must be a plain name, without '/', and not '..'"
     if "\0" in tag:
         return "no NUL"
     try:

@@ -230,10 +230,9 @@ def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
             covered.update(map(id, module.modules()))
     for pattern in config.patterns:
         if not used[pattern]:
-            names = [name for name, _ in model.named_modules()]
-            raise ConfigError(
-                "offloadzero.units.patterns", pattern, "matches no module of the model", known_keys=names
-            )
+            names = [name for name, _ in model.named_modules() if name]
+            allowed = f"matches no module of the model, whose modules are {', '.join(names[:6])}, ..."
+            raise ConfigError("offloadzero.units.patterns", pattern, allowed, known_keys=names)
     return leaves | roots
 
 
