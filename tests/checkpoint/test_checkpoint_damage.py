@@ -357,7 +357,7 @@ SEALED: dict[str, tuple[Edit, str]] = {
     ),
     "buffers of another dtype": (
         lambda path: edit_header(path / "buffers.safetensors", '"I64", "shape": []', '"I32", "shape": [2]'),
-        r"seen is \(2,\)",
+        r"seen has the shape \(2,\)",
     ),
     "buffers under another name": (
         lambda path: edit_header(path / "buffers.safetensors", '"seen"', '"been"'),

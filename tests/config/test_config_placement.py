@@ -157,7 +157,11 @@ def test_own_placement_comes_after_the_offload_blocks() -> None:
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ("cpu", r"offloadzero\.placement = 'cpu': allowed device, host, nvme"),
+        ("cpu", r"offloadzero\.placement = 'cpu': allowed device, host, nvme, auto: cpu is 'host' here$"),
+        (
+            {"param": "ssd"},
+            r"offloadzero\.placement\.param = 'ssd': allowed device, host, nvme: ssd is 'nvme' here$",
+        ),
         (3, r"offloadzero\.placement = 3: one of device, host, nvme, an object"),
         ({}, r"offloadzero\.placement = \{\}: a rule needs at least one of param"),
         ([{"units": "a"}], r"offloadzero\.placement\[0\] = \{'units': 'a'\}: a rule needs"),
@@ -175,6 +179,11 @@ def test_own_placement_comes_after_the_offload_blocks() -> None:
 def test_bad_own_placements(placement: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({"offloadzero": {"placement": placement}})
+
+
+def test_a_gpu_is_not_taken_for_a_slip_of_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"allowed none, cpu, nvme: gpu is 'none' here$"):
+        load_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}})
 
 
 def test_the_compact_layout() -> None:

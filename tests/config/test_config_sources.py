@@ -96,6 +96,10 @@ HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
     "an object without repr": ({"aio": {"queue_depth": Strange()}}, r"aio\.queue_depth = <Strange instance"),
     "an array": ({"aio": {"single_submit": memoryview(b"ab")}}, r"aio\.single_submit"),
     "NaN": ({"optimizer": {"type": "Adam", "params": {"lr": math.nan}}}, "a finite number"),
+    "a text": (
+        {"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}},
+        r"a finite number .*, without quotes$",
+    ),
 }
 
 

@@ -376,7 +376,7 @@ def give_other_memory(rank: int, directory: str) -> dict[str, Any]:
 
 def test_memory_that_does_not_fit_is_an_error_on_all(found: Found) -> None:
     for rank, each in enumerate(found["give_other_memory"]):
-        text = ("'that of rank 1': torch.bfloat16 (511,)", "(3,): shape (511,)")[rank]
+        text = ("'that of rank 1': torch.bfloat16 (511,)", "(3,): must keep the shape (511,)")[rank]
         assert each["said"][0].startswith(f"ConfigError: odd.data = {text}"), each["said"][0]
         assert each["said"][1] == (
             "ConfigError: modifier_rank = 2: None, or 0 to 1: a rank among those that share the data"
