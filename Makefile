@@ -137,7 +137,8 @@ GLIBC := 2.28
 PLATFORM = $(if $(filter $(shell uname -m),$(ARCH)),manylinux_$(subst .,_,$(GLIBC))_$(ARCH),auto)
 
 wheel: export CXX = $(abspath $(BIN))/python -m ziglang c++ -target $(ARCH)-linux-gnu.$(GLIBC)
-wheel: export LDFLAGS = -s
+# The unwinder is the system's: Python ends a daemon thread by unwinding it with that one, which must know our frames.
+wheel: export LDFLAGS = -s $(shell $(ARCH)-linux-gnu-gcc -print-file-name=libgcc_s.so.1)
 wheel: export _PYTHON_HOST_PLATFORM = linux-$(ARCH)
 wheel: $(STAMPS)/wheel
 	rm -rf build/wheel
