@@ -18,6 +18,8 @@ the forward; inside a forward the read of a module's attribute brings the weight
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import gc
 import sys
@@ -27,6 +29,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils import swap_tensors
 
 from offloadzero.access.pickling import ByValue
 from offloadzero.access.script_collectives import is_taken_untold, refuse_untold
@@ -39,6 +42,7 @@ from offloadzero.core.torch_private import (
     disabled_torch_function_impl,
     get_data,
     has_storage,
+    make_subclass,
     may_share_memory,
     running_transform,
     set_data,
@@ -80,6 +84,18 @@ class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
 
     def _value(self) -> nn.Parameter:
         return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return an ordinary parameter, of the class that this one had, with copies of that class's attributes."""
+        original = original_of(type(self))
+        value = super().__deepcopy__(memo)
+        if original is nn.Parameter:
+            return value
+        made: Tensor = make_subclass(original, value.data, self.requires_grad)
+        memo[id(self)] = made
+        own = {name: each for name, each in vars(self).items() if name != ATTRIBUTE}
+        vars(made).update(copy.deepcopy(own, memo))
+        return made
 
     @property
     def data(self) -> Tensor:
@@ -250,8 +266,9 @@ def _storage_of(tensor: Tensor) -> int:
 def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
     """Turn `tensor`, which looks at the memory of `param` from `byte_offset` on, into a view of the parameter.
 
-    For operations that do not look at the class (autograd's own, in C++) it holds a copy of the present value.
-    Raises StateError for a view that goes beyond the parameter's end.
+    One that takes no part in a graph, and that Python alone holds, becomes a remote tensor, which has no memory. Any
+    other becomes a `KeptView`: for operations that do not look at the class (autograd's own, in C++) it holds a copy of
+    the present value. Raises StateError for a view that goes beyond the parameter's end.
     """
     weight = weight_of(param)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -260,16 +277,20 @@ def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
             f"{weight.name}: a view that is kept goes beyond the parameter's end: keep a clone()"
         )
     size, stride = tensor.size(), tensor.stride()
+    dtype, offset = tensor.dtype, byte_offset // tensor.itemsize
+
+    def view(value: Tensor) -> Tensor:
+        whole = value.view(-1).view(dtype)
+        return whole.as_strided(size, stride, int(whole.storage_offset()) + offset)
+
     with torch.inference_mode(False), torch.no_grad():
-        flat = torch.as_strided(torch.detach(tensor), (span,), (1,)).clone()
-        dtype, offset = tensor.dtype, byte_offset // tensor.itemsize
-
-        def view(value: Tensor) -> Tensor:
-            whole = value.view(-1).view(dtype)
-            return whole.as_strided(size, stride, int(whole.storage_offset()) + offset)
-
-        like = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         value = RemoteTensor(weight.alias(), (view,), like, storage_offset=int(tensor.storage_offset()))
+        if not tensor.requires_grad:
+            with contextlib.suppress(RuntimeError):  # C++, or a weak reference, holds it as well
+                swap_tensors(tensor, value)
+                return
+        flat = torch.as_strided(torch.detach(tensor), (span,), (1,)).clone()
         set_data(tensor, flat.as_strided(size, stride))
     tensor.__class__ = KeptView
     setattr(tensor, KeptView.VALUE, value)
@@ -285,9 +306,14 @@ def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[n
     """Return the classes of a parameter of class `original`, present and away."""
     if original is nn.Parameter:
         return PresentParameter, AwayParameter
+    # Libraries ask for the class by its name. Its own ways of moving, which may quantise, would take its memory.
+    own = [kind for kind in original.__mro__ if kind not in nn.Parameter.__mro__]
+    methods = {name for kind in own for name in vars(kind) if not name.startswith("__")}
+    of_torch = {name: getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
+    names = {"__module__": original.__module__, **of_torch}
     return (
-        type("PresentParameter", (PresentParameter, original), {}),
-        type("AwayParameter", (AwayParameter, original), {}),
+        type(original.__name__, (PresentParameter, original), dict(names)),
+        type(original.__name__, (AwayParameter, original), dict(names)),
     )
 
 
@@ -306,17 +332,18 @@ def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
 def restore_parameter(param: nn.Parameter) -> None:
     """Undo `offload_parameter`: an ordinary parameter, whose `data` is for the caller to set."""
     if isinstance(param, _Offloaded):
-        original: Any = _original_of(type(param))
+        original: Any = original_of(type(param))
         param.__class__ = original
         delattr(param, ATTRIBUTE)
 
 
 def present_class_of(away: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the class that a parameter of class `away` has in the forward of its module."""
-    return classes_of(_original_of(away))[0]
+    return classes_of(original_of(away))[0]
 
 
-def _original_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def original_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that a parameter of this class had before it was offloaded, or has."""
     tensors = (cls for cls in kind.__mro__ if issubclass(cls, Tensor))
     return cast(type[nn.Parameter], next(cls for cls in tensors if not issubclass(cls, _Offloaded)))
 

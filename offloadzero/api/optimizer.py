@@ -36,7 +36,7 @@ from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.bound import StepReport
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.memory_plan import with_kept_gradients
+from offloadzero.planning.update_rules import with_kept_gradients
 from offloadzero.step.accumulation import ScaledLosses
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

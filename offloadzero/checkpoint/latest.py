@@ -98,7 +98,8 @@ def _find_tag(directory: Path, tag: str) -> Found:
     return Found(tag, path)
 
 
-def _find_latest(directory: Path) -> Found:
+def read_latest(directory: Path) -> str:
+    """Return the tag that the file `latest` names. CheckpointError unless it can be one."""
     file = directory / LATEST
     raw = read_bytes(file, max_bytes=_MAX_LATEST_BYTES)
     try:
@@ -108,6 +109,11 @@ def _find_latest(directory: Path) -> Found:
     problem = name_problem(tag)
     if problem is not None:
         raise CheckpointError(f"{file} is damaged: it holds {tag[:80]!r}, but a tag {problem}")
+    return tag
+
+
+def _find_latest(directory: Path) -> Found:
+    file, tag = directory / LATEST, read_latest(directory)
     path = _path_of(directory, tag)
     if path is None:
         raise CheckpointError(f"{file} is damaged: it names {tag!r}, which is not there")
@@ -257,14 +263,15 @@ def point_latest_to(directory: Path, tag: str) -> None:
     expect_latest_replaceable(directory)
     with alone_in(directory):
         (directory / tag / IS_LATEST).touch()
-        through("checkpoint.point", _write_latest, tag)(directory, tag)
+        through("checkpoint.point", write_latest, tag)(directory, tag)
         for path in sorted(directory.iterdir()):
             marker = path / IS_LATEST
             if path.name != tag and os.path.lexists(marker) and not_ours(path) is None:
                 marker.unlink(missing_ok=True)
 
 
-def _write_latest(directory: Path, tag: str) -> None:
+def write_latest(directory: Path, tag: str) -> None:
+    """Let the file `latest` name a checkpoint, and nothing else of the directory change."""
     partial, lock = new_file(directory / LATEST)
     try:
         with HashingPool() as pool:

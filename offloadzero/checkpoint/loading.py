@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.checkpoint")
+
+WEIGHTS_ALONE = ". It has weights alone: pass load_module_only=True to begin with them"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]
     buffers = persistent_buffers(states.model)
+    checkpoint = _with_own_buffers(checkpoint, buffers)
     modules = settable(states.model)
     if with_states:
         _expect_optimizer(checkpoint, states)
@@ -95,6 +98,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
         raise CheckpointError(
             f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
             f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
+            + ("" if checkpoint.meta.steps or not with_states else WEIGHTS_ALONE)
         )
     if missing:
         log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
@@ -116,6 +120,13 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     for key, (module, value) in extra.items():
         try_extra_state(key, module, value)
     return LoadPlan(states, checkpoint, taken, continued, shared, extra)
+
+
+def _with_own_buffers(checkpoint: Checkpoint, buffers: Collection[str]) -> Checkpoint:
+    """Tell the model's buffers from weights: a folder of weights, of which a checkpoint was made, does not."""
+    found = {name: stored for name, stored in checkpoint.weights.items() if name in buffers}
+    weights = {name: stored for name, stored in checkpoint.weights.items() if name not in found}
+    return replace(checkpoint, weights=weights, buffers={**checkpoint.buffers, **found})
 
 
 def _extra_states(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:

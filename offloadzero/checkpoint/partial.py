@@ -18,6 +18,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,7 @@ from offloadzero.checkpoint.format.names import (
     parse_unfinished,
 )
 from offloadzero.core.fail_points import through
-from offloadzero.errors import CheckpointError
+from offloadzero.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("offloadzero.checkpoint")
 
@@ -87,6 +88,43 @@ class PartialCheckpoint:
                 _remove_own(self.path)
         finally:
             self._lock.close()
+
+
+def expect_new(path: Path) -> None:
+    """Raise ConfigError unless the path is free, or an empty directory, in a directory that is there."""
+    is_empty = path.is_dir() and not path.is_symlink() and not os.listdir(path)
+    if os.path.lexists(path) and not is_empty:
+        raise ConfigError("DST", str(path), "is there: give a name that is free, or an empty directory")
+    if not path.parent.is_dir():
+        raise ConfigError("DST", str(path), "its parent directory is not there")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A directory to write into, which takes the name `path` at the block's end or, after an error, is removed.
+
+    Those of the same name that killed processes left are removed first. Raises ConfigError as `expect_new`, OSError.
+    """
+    expect_new(path)
+    for left in sorted(path.parent.iterdir()):
+        unfinished = parse_unfinished(left.name)
+        is_of_path = unfinished is not None and (unfinished.stem, unfinished.kind) == (path.name, PARTIAL)
+        if is_of_path and left.is_dir() and not left.is_symlink():
+            with _abandoned(left) as is_abandoned:
+                if is_abandoned:
+                    shutil.rmtree(left)
+    partial, lock = _new_directory(path.parent, path.name)
+    try:
+        yield partial
+        _remove_lock(partial)
+        sync_directory(partial)
+        partial.rename(path)
+        sync_directory(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
 
 
 def _new_directory(directory: Path, tag: str) -> tuple[Path, int]:

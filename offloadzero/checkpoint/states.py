@@ -60,6 +60,7 @@ from offloadzero.checkpoint.partial import (
 from offloadzero.checkpoint.stored_states import read_states, state_names, state_specs
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
+from offloadzero.streaming.building.coded_parameters import is_coded
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -97,8 +98,14 @@ def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> N
 # --- saving ---
 
 
-def _expect_storable(states: States) -> None:
-    """Raise CheckpointError for dtypes and memory of the model that the format cannot keep."""
+def _expect_storable(states: States, *, exclude_frozen: bool, else_save: str) -> None:
+    """Raise CheckpointError for what the format cannot keep of the model; `else_save`: what saves the trained part."""
+    coded = [slot.name for r in states.records for slot in r.slots if is_coded(slot.param)]
+    if coded and not exclude_frozen:
+        raise CheckpointError(
+            f"{coded[0]} and {len(coded) - 1} more parameters are codes, which mean nothing without the scales that "
+            f"their modules keep. The base is where it was loaded from: {else_save} saves what is trained"
+        )
     frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
     expect_known_dtypes(frozen)
     _expect_keepable(persistent_buffers(states.model))
@@ -146,7 +153,9 @@ def save_states(
     expect_same_parameters(states, besides_frozen=exclude_frozen)
     _expect_clear_names(states, exclude_frozen=exclude_frozen)
     _expect_keepable(extra.tensors)
-    _expect_storable(states)
+    _expect_storable(
+        states, exclude_frozen=exclude_frozen, else_save="save_checkpoint(exclude_frozen_parameters=True)"
+    )
     final = directory / tag
     with _named(directory, "nothing was saved, and what was there is as it was"):
         _write(
@@ -195,7 +204,7 @@ def _write(
             expect_latest_replaceable(directory)
         unfinished = PartialCheckpoint(directory, tag)
     with unfinished as partial, HashingPool() as pool:
-        writer = _FileWriter(partial.path, pool)
+        writer = CheckpointFiles(partial.path, pool)
         for record in states.records:
             writer.add_record(states, record, exclude_frozen=exclude_frozen)
         writer.add_tensors(BUFFERS, persistent_buffers(states.model))
@@ -203,8 +212,7 @@ def _write(
             writer.add_tensors(EXTRA_STATE, extra_tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
         whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
-        writer.add_bytes(META, encode_meta(whole))
-        writer.add_bytes(MANIFEST, encode_manifest(writer.files))
+        writer.seal(whole)
         if save_latest or os.path.lexists(final / IS_LATEST):
             (partial.path / IS_LATEST).touch()
         partial.commit()
@@ -220,36 +228,43 @@ def _make_directory(directory: Path) -> None:
         sync_directory(directory.parent)
 
 
-class _FileWriter:
-    """Writes the files of one checkpoint; `files` becomes its manifest."""
+class CheckpointFiles:
+    """Writes the files of one checkpoint into a directory; `files` becomes its manifest."""
 
     def __init__(self, path: Path, pool: HashingPool) -> None:
         self.files: dict[str, FileEntry] = {}
         self._path = path
         self._pool = pool
 
+    @contextmanager
+    def tensors(self, name: str, specs: Sequence[TensorSpec], **metadata: str) -> Iterator[SafetensorsWriter]:
+        """The writer of a file of tensors, to which the block adds those of `specs`."""
+        path, metadata = self._path / name, {"format": "pt", **metadata}
+        with SafetensorsWriter(path, specs, metadata=metadata, pool=self._pool) as writer:
+            yield writer
+            self.files[name] = writer.close()
+
+    def seal(self, meta: Meta) -> None:
+        """Write meta.json and then the manifest of all files."""
+        self._add_bytes(META, encode_meta(meta))
+        self._add_bytes(MANIFEST, encode_manifest(self.files))
+
     def add_record(self, states: States, record: Record, *, exclude_frozen: bool) -> None:
         slots = [slot for slot in record.slots if slot.trainable or not exclude_frozen]
         specs = [spec for slot in slots for spec in _slot_specs(record, slot)]
         name = unit_file(record.index)
-        with self._open(name, specs, unit=record.name) as writer:
+        with self.tensors(name, specs, unit=record.name) as writer:
             for slot in slots:
                 for tensor in _read_slot(states, record, slot):
                     writer.add(tensor)
-            self.files[name] = writer.close()
 
     def add_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()]
-        with self._open(name, specs) as writer:
+        with self.tensors(name, specs) as writer:
             for tensor in tensors.values():
                 writer.add(tensor.detach().to("cpu"))
-            self.files[name] = writer.close()
 
-    def _open(self, name: str, specs: Sequence[TensorSpec], **metadata: str) -> SafetensorsWriter:
-        metadata = {"format": "pt", **metadata}
-        return SafetensorsWriter(self._path / name, specs, metadata=metadata, pool=self._pool)
-
-    def add_bytes(self, name: str, data: bytes) -> None:
+    def _add_bytes(self, name: str, data: bytes) -> None:
         file = HashedFile(self._path / name, self._pool)
         try:
             file.write(data)
@@ -292,7 +307,7 @@ def save_weights(states: States, path: Path) -> None:
     if extra:
         warnings.warn(f"{path} is without {', '.join(extra)}: it holds weights only", stacklevel=3)
     expect_same_parameters(states)
-    _expect_storable(states)
+    _expect_storable(states, exclude_frozen=False, else_save="PEFT's save_pretrained()")
     with _named(path.parent, "nothing was saved, and what was there is as it was"):
         _write_weights(states, path)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from offloadzero import __version__
-from offloadzero.cli import doctor, report
+from offloadzero.cli import convert, doctor, report
 from offloadzero.cli.bench import adam, nvme
 from offloadzero.cli.demo import command as demo
 from offloadzero.cli.plan import command as plan
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="offloadzero",
-        description="Offload training states; try it, plan and show runs; measure storage.",
+        description="Offload training states: try it, plan and show runs, measure storage, convert checkpoints.",
     )
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     plan.add_parser(commands)
     report.add_parser(commands)
+    convert.add_parser(commands)
     return parser
 
 

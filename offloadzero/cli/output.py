@@ -16,9 +16,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from offloadzero.errors import AioError, ConfigError
+from offloadzero.observe.texts import format_bytes
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(s|sec|min|h)?", re.ASCII)
 _UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
@@ -126,3 +128,51 @@ class Progress:
     def _line(self, tail: str) -> None:
         self._last_line_s = time.monotonic() - self._started_s
         self.say(f"[{self._last_line_s:4.0f} s of {self._total_s:.0f}] {self._phase}{tail}")
+
+
+class ProgressBar:
+    """Counts bytes on standard error up to a total: a bar on a terminal, and else a line every five seconds."""
+
+    _WIDTH = 30
+    _DRAW_EVERY_S = 0.1
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = max(1, total_bytes)
+        self._is_terminal = sys.stderr.isatty()
+        self._started_s = self._last_s = time.monotonic()
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that are done."""
+        self._num_bytes += num_bytes
+        every_s = self._DRAW_EVERY_S if self._is_terminal else _LINE_EVERY_S
+        if time.monotonic() - self._last_s >= every_s:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._last_s = time.monotonic()
+        share = self._num_bytes / self._total_bytes
+        rate = self._num_bytes / max(self._last_s - self._started_s, 1e-9)
+        left_s = (self._total_bytes - self._num_bytes) / max(rate, 1e-9)
+        text = (
+            f"{share:4.0%} of {format_bytes(self._total_bytes)}, {rate / 1e9:.2f} GB/s, {left_s:,.0f} s left"
+        )
+        if self._is_terminal:
+            print(
+                f"\r[{'#' * int(share * self._WIDTH):{self._WIDTH}}] {text} ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_terminal:
+            self._draw()
+            print(file=sys.stderr)

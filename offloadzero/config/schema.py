@@ -522,6 +522,13 @@ class OffloadConfig:
         auto_is_absent=False,
         allowed=("auto", "in_place", "copy"),
     )
+    versions: bool | None = own_key(
+        None,
+        'true, false or "auto": second places for states on nvme, so that updates which wait for the norm of all '
+        "gradients can be tried in backward; auto when absent: where there is room for them",
+        read_bool_or_auto,
+        auto_is_absent=False,
+    )
     state_layout: str = own_key(  # of the optimizer states of bf16 parameters
         STATE_LAYOUTS[0],
         "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits",

@@ -18,6 +18,7 @@ from offloadzero.access.weight_access import WeightAccess
 from offloadzero.activations.store import ActivationStore, make_activation_store
 from offloadzero.checkpoint.format.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, create_nvme_directories
+from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.core.interrupts import uninterrupted
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.join import expect_same_homes, expect_same_model
@@ -48,6 +49,7 @@ from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import WindowGradients
 from offloadzero.step.reduction import Reduction
 from offloadzero.step.script_gradients import GradientWindow
+from offloadzero.streaming.building.coded_parameters import attached_tensors, is_coded
 from offloadzero.streaming.building.units import UnitCut, cut_units
 from offloadzero.streaming.building.waiting_parameters import file_bytes, host_bytes
 from offloadzero.streaming.coded_gather import CodedGather
@@ -58,6 +60,7 @@ from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec
+from offloadzero.update.wire_codes import wire_regions
 
 log = logging.getLogger("offloadzero")
 
@@ -95,7 +98,8 @@ def cut_model(
         group_specs: the specs of these groups, each `spec` or one that this leaves them to.
 
     Raises:
-        ConfigError: those of `cut_units`; a dtype that no checkpoint can hold; other units than the other ranks have.
+        ConfigError: those of `cut_units`; a dtype that no checkpoint can hold; codes that would be coded between ranks;
+            other units than the other ranks have.
     """
     cut = cut_units(
         model,
@@ -110,6 +114,7 @@ def cut_model(
         is_reduced=not group.is_alone,
     )
     _expect_storable(cut.records)
+    _expect_whole_codes(cut.records, config.zero_plus_plus)
     expect_same_model(group, config, cut.records)
     return cut
 
@@ -124,6 +129,20 @@ def _expect_storable(records: Sequence[Record]) -> None:
                 "frozen parameters: dtypes that safetensors knows. Keep it as another (torch.view_as_real() of a "
                 "complex one, its bytes as torch.uint8)",
             )
+
+
+def _expect_whole_codes(records: Sequence[Record], config: ZeroPlusPlusConfig) -> None:
+    """Refuse weights of codes in the memory of floats that would go between ranks as codes of these: as others."""
+    for record in records:
+        coded = {index for region in wire_regions(record, config).values() for index in region.coded}
+        for slot in record.slots:
+            if slot.index in coded and is_coded(slot.param):
+                raise ConfigError(
+                    f"{slot.name}.dtype",
+                    str(record.dtype).removeprefix("torch."),
+                    "codes in bytes (bnb_4bit_quant_storage: torch.uint8): zero_optimization.zero_quantized_weights "
+                    "and zero_quantized_nontrainable_weights would make others of these",
+                )
 
 
 def find_sources(records: Sequence[Record], config: OffloadConfig, group: Group) -> None:
@@ -184,6 +203,13 @@ def plan_cut(
         movable_bytes=sum(
             host_bytes(slot.param) for record in cut.records for slot in record.slots if slot.source is None
         ),
+        arriving_bytes=sum(
+            each.tensor.nbytes
+            for record in cut.records
+            for slot in record.slots
+            for each in attached_tensors(slot.param)
+            if each.tensor.device != accelerator.device
+        ),
         uses=uses_of(cut),
         group=group,
     )
@@ -233,7 +259,9 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
         for kind, (dtype, num_elements) in record.layout.items():
             tier = plan.placement[record.index, kind]
             parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []
-            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier, parts)
+            record.segments[kind] = store.create(
+                record.name, kind, dtype, num_elements, tier, parts, versions=record.index in plan.versioned
+            )
         if record.keeps_whole_params:
             whole = record.segments[SegmentKind.PARAM]
             start, stop = record.shard.kept_range(record.num_trainable)

@@ -28,6 +28,7 @@ from offloadzero.planning.placement_rules import Placement
 from offloadzero.ranks.group import Group, digest, machine
 from offloadzero.ranks.mesh import expect_whole_gradient
 from offloadzero.ranks.shard import consecutive_groups, keeps_params_on_device
+from offloadzero.streaming.building.coded_parameters import attached_in
 from offloadzero.streaming.building.waiting_parameters import is_in_parts, spilled_weight
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -216,7 +217,9 @@ def expect_built(config: OffloadConfig) -> None:
 
 
 def agree_on_buffers(group: Group, model: nn.Module) -> None:
-    """Overwrite the model's buffers with those of the first rank. Buffers without values (meta) are passed over.
+    """Overwrite the model's buffers, and the scales of coded weights, with those of the first rank.
+
+    Buffers without values (meta) are passed over.
 
     Raises ConfigError on all ranks where some have other buffers: no values would fit then.
     """
@@ -234,12 +237,15 @@ def agree_on_buffers(group: Group, model: nn.Module) -> None:
         if id(buffer) not in done:
             done[id(buffer)] = _agreed(group, buffer)
         module._buffers[name] = done[id(buffer)]
+    for _, (holder, name, tensor) in attached_in(model):
+        setattr(holder, name, _agreed(group, tensor))
 
 
 def _expect_same_buffers(group: Group, model: nn.Module) -> None:
+    beside = ((name, each.tensor) for name, each in attached_in(model))
     facts = [
         f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.layout}{' meta' * (buffer.device.type == 'meta')}"
-        for name, buffer in model.named_buffers(remove_duplicate=False)
+        for name, buffer in (*model.named_buffers(remove_duplicate=False), *beside)
     ]
     odd = group.departures(of_all={}, of_part={"buffers": repr(facts)})["buffers"]
     if odd:

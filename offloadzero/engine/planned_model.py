@@ -25,9 +25,11 @@ from offloadzero.core.segments import TierName
 from offloadzero.engine.join import expect_built
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
+from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.step.work import Uses
+from offloadzero.planning.update_rules import keeps_gradients, with_kept_gradients
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
+from offloadzero.streaming.building.coded_parameters import attached_bytes
 from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
@@ -52,7 +54,7 @@ class PlannedModel:
     cut: UnitCut
     plan: MemoryPlan
     checkpointed: tuple[str, ...]  # units that keep only their inputs for backward
-    buffer_bytes: int  # of the model's buffers, which lie on the device beside what is reserved
+    buffer_bytes: int  # of buffers, and of scales of coded weights, which lie on the device beside the plan
     built_bytes: int  # of the parameters in the dtypes in which the script makes them
 
     @property
@@ -103,7 +105,8 @@ class ModelPlanner:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        of_buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        self._buffer_bytes = of_buffers + attached_bytes(model)
         self._built_bytes = sum(param.numel() * param.itemsize for param in model.parameters())
         self._cuts: dict[Hashable, UnitCut] = {}
 

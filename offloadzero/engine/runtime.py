@@ -48,6 +48,7 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.step.job import Hypers
+from offloadzero.streaming.building.coded_parameters import attached_bytes, move_attached
 from offloadzero.streaming.building.leaf_modules import idle_leaf_modules
 from offloadzero.streaming.building.original_form import OriginalForm, write_states
 from offloadzero.streaming.building.units import UnitCut, checkpointed_modules
@@ -171,6 +172,7 @@ class Runtime:
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
+        move_attached(self.model, self.accelerator.device)
 
     @uninterrupted  # hooks that are half in place could not be removed again
     def _attach(self, checkpointed: Mapping[str, nn.Module]) -> None:
@@ -276,6 +278,8 @@ class Runtime:
             lines.append(
                 f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far, beside the plan"
             )
+        if beside := attached_bytes(self.model):
+            lines.append(f"device  {format_bytes(beside):>12}  scales of coded weights, beside the plan")
         for_inputs = self.activations.file_engine() if self.activations is not None else None
         if for_inputs is not None:
             lines.append(f"    file engine of activation checkpoints: {for_inputs}")

@@ -100,6 +100,17 @@ class MappedFiles:
         self._starts = [mapping.start for mapping in self._mappings]
         self._files: dict[tuple[int, tuple[int, int]], MappedFile | None] = {}  # by inode and device
 
+    def offset(self, values: torch.Tensor) -> int | None:
+        """Return where contiguous values of host memory begin in the file that is mapped there; None: in no file."""
+        mapping = self._mapping_of(values)
+        return None if mapping is None else mapping.offset + values.data_ptr() - mapping.start
+
+    def _mapping_of(self, values: torch.Tensor) -> _Mapping | None:
+        index = bisect_right(self._starts, values.data_ptr()) - 1
+        mapping = self._mappings[index] if index >= 0 else None
+        is_inside = mapping is not None and values.data_ptr() + values.nbytes <= mapping.stop
+        return mapping if mapping is not None and is_inside and mapping.inode else None
+
     def find(self, values: torch.Tensor) -> FileRange | None:
         """Return where the values lie in a file; None: nowhere, or not provably so.
 
@@ -109,11 +120,8 @@ class MappedFiles:
         if not is_plain or not values.numel():
             return None
         address, num_bytes = values.data_ptr(), values.nbytes
-        index = bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        mapping = self._mappings[index]
-        if address + num_bytes > mapping.stop or not mapping.inode or not mapping.is_private:
+        mapping = self._mapping_of(values)
+        if mapping is None or not mapping.is_private:
             return None
         file = self._open(mapping)
         offset = mapping.offset + address - mapping.start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,17 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.mapped_files import FileRange
 from offloadzero.memory.nvme import InPlaceTier, NvmeTier
 from offloadzero.memory.tickets import Failures, Ticket
-from offloadzero.memory.tiers import UPDATE_PRIORITY, DeviceTier, Home, HostTier, InParts, Place, Tier
+from offloadzero.memory.tiers import (
+    UPDATE_PRIORITY,
+    DeviceTier,
+    Extent,
+    Home,
+    HostTier,
+    InParts,
+    Place,
+    Tier,
+    TwoPlaces,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,6 +38,24 @@ class Segment(Home):
 
     record: str
     kind: SegmentKind
+
+    def next_version(self) -> Segment:
+        """The second place of a segment, which nobody else reads: [Note: versions] in update/pipeline.py."""
+        return replace(self, place=self._two().next)
+
+    def flip(self) -> None:
+        """Let what was written there be the segment's data."""
+        self._two().flip()
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether it has two places."""
+        return isinstance(self.place, TwoPlaces)
+
+    def _two(self) -> TwoPlaces:
+        if not isinstance(self.place, TwoPlaces):
+            raise AssertionError(f"{self.label} has one place")
+        return self.place
 
 
 @dataclass(frozen=True)
@@ -120,8 +148,13 @@ class TieredStore:
         num_elements: int,
         tier: TierName,
         parts: Sequence[HomePart] = (),
+        *,
+        versions: bool = False,
     ) -> Segment:
-        """Reserve a segment's home; it holds zeros, or where it is in `parts` what their sources have."""
+        """Reserve a segment's home; it holds zeros, or where it is in `parts` what their sources have.
+
+        With `versions` it has two places.
+        """
         label = f"{record}.{kind.value}"
         backing = self.in_place if parts else self.tiers.get(tier)
         if backing is None:
@@ -131,6 +164,10 @@ class TieredStore:
             place = InParts([backing.add(*part, dtype=dtype) for part in parts])
         else:
             place = backing.allocate(dtype, num_elements, label)
+            if versions and isinstance(place, torch.Tensor | Extent):
+                second = backing.allocate(dtype, num_elements, label)
+                if isinstance(second, torch.Tensor | Extent):
+                    place = TwoPlaces(place, next=second)
         return Segment(
             record=record,
             kind=kind,

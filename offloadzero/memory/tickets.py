@@ -159,6 +159,11 @@ class Promise:
         self._error = error
         self._latch.set()
 
+    @property
+    def is_fulfilled(self) -> bool:
+        """Whether it is fulfilled, or has failed."""
+        return self._latch.is_set
+
     def wait_fulfilled(self) -> None:
         """Block until fulfilled, or raise what made it fail; not for the tickets that the work was handed on to."""
         self._latch.wait()

@@ -39,6 +39,18 @@ class Extent:
     num_bytes: int
 
 
+@dataclass(eq=False)
+class TwoPlaces:
+    """Two places of one home, each as large as all of it: [Note: versions] in update/pipeline.py."""
+
+    present: torch.Tensor | Extent  # reads and writes of the home go here
+    next: torch.Tensor | Extent
+
+    def flip(self) -> None:
+        """Let the next one be the present one. Transfers that have begun stay where they are."""
+        self.present, self.next = self.next, self.present
+
+
 class Part(NamedTuple):
     """A home of its own for the elements from `start` on of another one."""
 
@@ -58,8 +70,9 @@ class InParts:
     parts: list[Part]
 
 
-# Typed memory, shape (num_elements,); a range of the swap files, or of a file that is not ours; or some of these.
-Place = torch.Tensor | Extent | FileRange | InParts
+# Typed memory, shape (num_elements,); a range of the swap files; two of either; a range of a file that is not ours; or
+# some of these.
+Place = torch.Tensor | Extent | TwoPlaces | FileRange | InParts
 
 
 class Tier(Protocol):
@@ -122,21 +135,28 @@ class Home:
         return self.backing.is_host_memory
 
     @property
+    def present(self) -> Place:
+        """The place of its data: of two the present one."""
+        return self.place.present if isinstance(self.place, TwoPlaces) else self.place
+
+    @property
     def is_in_memory(self) -> bool:
         """Whether it is memory, of the device or of the host."""
-        return isinstance(self.place, torch.Tensor)
+        return isinstance(self.present, torch.Tensor)
 
     @property
     def memory(self) -> torch.Tensor:
         """The memory of a home in memory, shape (num_elements,)."""
-        if not isinstance(self.place, torch.Tensor):
+        place = self.present
+        if not isinstance(place, torch.Tensor):
             raise AssertionError(f"{self.label} lives on {self.tier.value}, not in memory")
-        return self.place
+        return place
 
     @property
     def extent(self) -> Extent | None:
         """The range of the swap files of a home that is one."""
-        return self.place if isinstance(self.place, Extent) else None
+        place = self.present
+        return place if isinstance(place, Extent) else None
 
     @property
     def parts(self) -> Sequence[Part]:

@@ -102,10 +102,10 @@ class Fetcher:
         """
         copy = copy or self._accelerator.copy
         targets = [target]  # the lane drops its reference before the ticket is done
-        source = home.place
-        if isinstance(source, torch.Tensor):
+        if home.is_in_memory:
+            # What it waits for says which of two places is the present one.
             return self._lane.submit(
-                lambda: copy(targets.pop(), source), after=after, fence=fence, label=label
+                lambda: copy(targets.pop(), home.memory), after=after, fence=fence, label=label
             )
         if self._files is None:
             raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")

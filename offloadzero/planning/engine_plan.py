@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from offloadzero.config import BudgetConfig, OffloadConfig
@@ -17,17 +20,17 @@ from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.device import Device
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.hardware import Hardware, Memory, describe, kept_hardware
-from offloadzero.planning.machine import available_host_bytes
+from offloadzero.planning.machine import available_host_bytes, free_disk_bytes, nearest_directory
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     Needs,
     advice,
-    keeps_gradients,
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement, fastest_placement, trace_by_size
 from offloadzero.planning.step.forecast import plan_step
 from offloadzero.planning.step.work import Uses
+from offloadzero.planning.update_rules import keeps_gradients, versioned_records
 from offloadzero.ranks.group import Group
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
@@ -46,15 +49,24 @@ def plan_engine(
     spec: AnySpec,
     num_checkpointed: int,
     movable_bytes: int,
+    arriving_bytes: int,
     uses: Uses,
     group: Group,
 ) -> MemoryPlan:
     """Plan the memory of an engine on this machine.
 
-    `movable_bytes` are those of parameters in host memory, which the arenas replace. Of a `group` it has what the rank
-    with the least memory has. Raises BudgetError: the budgets, or the machine, have too little.
+    `movable_bytes` are those of parameters in host memory, which the arenas replace; `arriving_bytes` of tensors that
+    come to the device beside the plan. Of a `group` it has what the rank with the least memory has. Raises BudgetError:
+    the budgets, or the machine, have too little.
     """
-    available = _available(device, movable_bytes=movable_bytes, num_local_ranks=group.local_world_size)
+    available = _available(
+        device,
+        movable_bytes=movable_bytes,
+        num_local_ranks=group.local_world_size,
+        directories=config.nvme_paths,
+    )
+    if TierName.DEVICE in available:
+        available[TierName.DEVICE] -= arriving_bytes
     # It also waits for all: a rank that looks later would find what others have left.
     available = dict(zip(available, group.least([*available.values()]), strict=True))
     hardware = _measured(config, device) if goes_by_time(config) else None
@@ -79,6 +91,14 @@ def plan_engine(
     for line in plan.choice:
         if line.startswith(GOES_BY_BYTES) and group.is_first:
             log.warning("%s", line)
+    if config.versions is None and not plan.versioned and group.is_first:
+        wanted = versioned_records(records, config, plan.placement)
+        if wanted:
+            log.warning(
+                "the updates of %d units begin when backward has ended: second places of their states, which let them "
+                "begin in it, do not fit (offloadzero.versions, offloadzero.budgets)",
+                len(wanted),
+            )
     expect_room(plan, available, config)
     return plan
 
@@ -136,7 +156,7 @@ def plan_records(
         placement = choose_placement(records, config, available, **needs)
         if config.is_of_several and config.placement_tokens is not None:
             choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
-    plan = plan_memory(records, config, placement=placement, **needs)
+    plan = plan_memory(records, config, placement=placement, available=available, **needs)
     if trace is not None and not choice and hardware is not None and uses is not None:
         unknown = hardware.forecast(plan_step(records, plan, config, uses=uses, trace=trace)).unknown
         if unknown:
@@ -162,16 +182,23 @@ def _measured(config: OffloadConfig, device: Device) -> Hardware | None:
     return found
 
 
-def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> dict[TierName, int]:
+def _available(
+    device: Device, *, movable_bytes: int, num_local_ranks: int, directories: Sequence[Path]
+) -> dict[TierName, int]:
     """Bytes that are free, by tier; a device that shares the host's memory has no entry.
 
     `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill. The ranks of a machine
-    share its memory.
+    share its memory, and the drives of the `directories`, of whose files each has a part.
     """
     available = {TierName.HOST: available_host_bytes() // num_local_ranks + movable_bytes}
     free_bytes = device.free_bytes()
     if free_bytes is not None:
         available[TierName.DEVICE] = free_bytes
+    if directories:
+        existing = [nearest_directory(directory) for directory in directories]
+        drives = Counter(os.stat(directory).st_dev for directory in existing)
+        of_each = [free_disk_bytes(path) // drives[os.stat(path).st_dev] for path in existing]
+        available[TierName.NVME] = min(of_each) * len(of_each) // num_local_ranks
     return available
 
 

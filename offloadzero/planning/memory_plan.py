@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 from offloadzero.config import OffloadConfig
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.observe.texts import format_bytes
@@ -36,6 +37,12 @@ from offloadzero.planning.buffer_bytes import (
 )
 from offloadzero.planning.checkpointed_inputs import INPUT_BYTES_KEY, InputPlan, input_plan
 from offloadzero.planning.placement_rules import Placement, place
+from offloadzero.planning.update_rules import (
+    Versions,
+    keeps_gradients,
+    updates_in_backward,
+    versioned_records,
+)
 from offloadzero.ranks.shard import divides_params, kept_elements
 from offloadzero.update.kept_elements import param_parts
 from offloadzero.update.records import Record
@@ -90,6 +97,7 @@ class MemoryPlan:
     gradient_piece_bytes: int = 0  # of one that is reduced in another dtype
     # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
     near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
+    versioned: frozenset[int] = frozenset()  # the records with two places on nvme
     choice: tuple[str, ...] = ()  # sentences on how "auto" has chosen by time, and what would be slower
 
     def tier_bytes(self, tier: TierName) -> int:
@@ -159,42 +167,6 @@ def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan, config:
     return max(plan.tier_bytes(TierName.NVME) + max(waiting, default=0), sum(waiting))
 
 
-def updates_in_backward(config: OffloadConfig) -> bool:
-    """Whether a record may be updated before backward has ended, with the numbers of a blocking step.
-
-    Clipping needs the global norm first, and fp16 and `on_nonfinite: skip` must know that every gradient is
-    finite before any state changes. Raises ConfigError where it is asked for, and may not be.
-    """
-    reasons = {
-        "gradient_clipping": bool(config.gradient_clipping),
-        "managed_gradient_accumulation = false": not config.batch.managed,
-        "fp16": config.precision.param_dtype == "fp16",
-        'offloadzero.update.on_nonfinite = "skip"': config.update.on_nonfinite == "skip",
-    }
-    if config.is_of_several:  # all ranks' gradients must be known to be finite first
-        reasons["a mesh of ranks" if config.mesh is not None else f"{config.world_size} ranks"] = True
-    binding = [name for name, holds in reasons.items() if holds]
-    if config.update.in_backward and binding:
-        raise ConfigError(
-            "offloadzero.update.in_backward",
-            True,
-            f"impossible with {', '.join(binding)}: all gradients must be known before the first update",
-        )
-    return not binding if config.update.in_backward is None else config.update.in_backward
-
-
-def with_kept_gradients(config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration for a loop that keeps gradients, as torch's does: no update in backward by default."""
-    if config.update.in_backward is not None or not updates_in_backward(config):
-        return config
-    return replace(config, update=replace(config.update, in_backward=False))
-
-
-def keeps_gradients(config: OffloadConfig) -> bool:
-    """Whether gradients have homes until the step; otherwise each is consumed as it lands."""
-    return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
-
-
 class _Sheet:
     def __init__(self) -> None:
         self.lines: list[PlanLine] = []
@@ -223,10 +195,12 @@ def plan_memory(
     placement: Placement | None = None,
     form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
+    available: Mapping[TierName, int] = MappingProxyType({}),
 ) -> MemoryPlan:
     """Place every segment and size every buffer.
 
     Args:
+        available: bytes by tier, where they are known: "versions": "auto" has second places only if these are enough.
         num_checkpointed: units whose inputs wait for backward.
         together: record indices that must be on the device at once, in the order of their use.
         placement: the home of every segment, unless it follows from the configuration's rules.
@@ -236,16 +210,48 @@ def plan_memory(
         BudgetError: with the table, when a budget is too small.
     """
 
-    def plan_of(homes: Placement) -> MemoryPlan:
-        return _plan(records, config, homes, together, form, num_checkpointed)
-
-    plan = plan_of(place(records, config) if placement is None else placement)
+    homes = place(records, config) if placement is None else placement
     host_budget = config.budgets.host
     may_move = placement is None and bool(config.nvme_paths)
-    if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
-        plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
+
+    def plan_with(versions: Versions) -> MemoryPlan:
+        def plan_of(homes: Placement) -> MemoryPlan:
+            return _plan(records, config, homes, together, form, num_checkpointed, versions)
+
+        plan = plan_of(homes)
+        if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
+            plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
+        return plan
+
+    plan = plan_with(Versions.ALL)
+    if config.versions is None and plan.versioned:
+        plain = plan_with(Versions.NONE)
+        choices = (plan, plan_with(Versions.ON_NVME))
+        plan = next((plan for plan in choices if _has_room(plan, plain, config, available)), plain)
     _check_budgets(plan, config)
     return plan
+
+
+FREE_TENTHS = 9  # of what a machine has, that second places may fill up to
+
+
+def _has_room(
+    plan: MemoryPlan, plain: MemoryPlan, config: OffloadConfig, available: Mapping[TierName, int]
+) -> bool:
+    """Whether second places fit beside all else, which stays where it is in the `plain` plan."""
+    if any(plain.placement[key] is not tier for key, tier in plan.placement.items()):
+        return False
+    for tier in (TierName.HOST, TierName.NVME):
+        needed, budget = plan.tier_bytes(tier), getattr(config.budgets, tier.value)
+        if needed == plain.tier_bytes(tier):
+            continue
+        if budget is not None and needed > budget:
+            return False
+        if tier.is_host_memory and TierName.DEVICE not in available:  # the device's memory is the host's
+            needed += plan.tier_bytes(TierName.DEVICE)
+        if tier in available and needed > available[tier] * FREE_TENTHS // 10:
+            return False
+    return True
 
 
 def _move_grads_to_nvme(
@@ -284,9 +290,14 @@ def _plan(
     together: Sequence[Collection[int]],
     form: UpdateForm,
     num_checkpointed: int,
+    versions: Versions,
 ) -> MemoryPlan:
     sheet = _Sheet()
     _add_homes(sheet, records, placement, keeps_gradients(config))
+    versioned = versioned_records(records, config, placement, versions)
+    for tier in (TierName.HOST, TierName.NVME):
+        sizes = (_state_bytes(record, placement, tier) for record in records if record.index in versioned)
+        sheet.add(tier, "second places", sum(sizes))
     inputs = input_plan(config, num_checkpointed)
     on_device = _add_device_buffers(
         sheet,
@@ -307,9 +318,23 @@ def _plan(
         grads_have_homes=keeps_gradients(config),
         device_form=form,
         inputs=inputs,
+        versioned=versioned,
         **on_device,
         **on_host,
     )
+
+
+def _state_bytes(record: Record, placement: Placement, tier: TierName) -> int:
+    """The bytes of a record's parameters and states that live in `tier`."""
+    return sum(
+        _home_bytes(tier, num_elements * dtype.itemsize)
+        for kind, (dtype, num_elements) in record.layout.items()
+        if placement[record.index, kind] is tier
+    )
+
+
+def _home_bytes(tier: TierName, num_bytes: int) -> int:
+    return staggered(num_bytes) if tier.is_host_memory else align_up(num_bytes)
 
 
 def _streamed(records: Sequence[Record], placement: Placement) -> list[Record]:
@@ -445,8 +470,7 @@ def _add_homes(
     totals: dict[tuple[TierName, SegmentKind], int] = {}
 
     def add(tier: TierName, kind: SegmentKind, num_bytes: int) -> None:
-        size = staggered(num_bytes) if tier.is_host_memory else align_up(num_bytes)
-        totals[tier, kind] = totals.get((tier, kind), 0) + size
+        totals[tier, kind] = totals.get((tier, kind), 0) + _home_bytes(tier, num_bytes)
 
     for record in records:
         layout = record.layout

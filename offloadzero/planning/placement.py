@@ -57,10 +57,11 @@ from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.observe.texts import duration_text
-from offloadzero.planning.memory_plan import MemoryPlan, Needs, keeps_gradients, plan_memory
+from offloadzero.planning.memory_plan import MemoryPlan, Needs, plan_memory
 from offloadzero.planning.model.trace import MicroBatchTrace
 from offloadzero.planning.placement_rules import Placement
 from offloadzero.planning.step.work import Uses, used_elements
+from offloadzero.planning.update_rules import keeps_gradients
 from offloadzero.ranks.shard import keeps_params_on_device
 from offloadzero.update.records import Record
 
@@ -102,6 +103,11 @@ class _Limits:
     device_alone: int  # of the device when nothing is in host memory
 
 
+def _without_spare_places(config: OffloadConfig) -> OffloadConfig:
+    """Return the configuration with one place for each segment, unless two are asked for: homes are chosen first."""
+    return config if config.versions else replace(config, versions=False)
+
+
 def choose_placement(
     records: Sequence[Record],
     config: OffloadConfig,
@@ -120,6 +126,7 @@ def choose_placement(
         filling: the order of the moves.
         needs: `together`, `form` and `num_checkpointed`, as `plan_memory` takes them.
     """
+    config = _without_spare_places(config)
     limits = _limits(config, available)
     moves = _Moves(records, config, filling)
     unbounded = replace(
@@ -345,6 +352,7 @@ def fastest_placement(
         seconds_of: forecasts a step with a plan.
         available, needs: those of `choose_placement`.
     """
+    config = _without_spare_places(config)
     placements: dict[Filling, Placement] = {}
     found: dict[Filling, Tried] = {}
     known: dict[frozenset[tuple[tuple[int, SegmentKind], TierName]], float] = {}

@@ -26,6 +26,7 @@ the norm.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -44,7 +45,7 @@ from offloadzero.core.torch_private import (
     current_graph_task_id,
     queue_backward_callback,
 )
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
@@ -53,7 +54,7 @@ from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_order import GradientOrder
-from offloadzero.step.job import Account, Hypers, StepJobs, UpdateJob
+from offloadzero.step.job import Account, Hypers, StepJobs, Trial, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.script_gradients import GradientWindow
@@ -168,11 +169,13 @@ class StepCoordinator:
         self._closes_window = True  # whether the running backward is that of the last micro batch
         self._backward: _Running | None = None  # the running backward, unless it has failed
         self._jobs: dict[int, UpdateJob] = {}  # the jobs that backward has begun
-        self._account = Account(0)  # of the step whose updates backward begins
+        self._account = Account(0)  # of the step whose updates backward begins, or tries
         self._last = StepJobs(self._account)
         records = [gradient.record for gradient in self._gradients.values()]
         # The records whose states are read first by an update.
         self._staged_records = {record.index: record for record in records if needs_slot(record)}
+        self._tries = any(record.has_versions for record in records)
+        self._trial_scale: float | None = None  # the factor of updates that the running backward tries
 
     # --- backward ---
 
@@ -286,6 +289,7 @@ class StepCoordinator:
         self._in_backward = False
         self._accumulation.drop_backwards()
         self.collector.abandon()
+        self._gradients.end_trials()
         self._window.drop()
 
     def resolve(self, *, is_whole: bool) -> None:
@@ -314,12 +318,11 @@ class StepCoordinator:
             )
         self._in_backward = True
         self._closes_window = last_micro_batch
-        hypers = self._current_hypers() if self._updates_now else ()
+        hypers = self._current_hypers() if self._updates_now else self._begin_trials()
         self._account = Account(self.global_steps + 1, hypers)
-        if last_micro_batch and not self._updates_now:
+        if last_micro_batch and not self._updates_now and self._trial_scale is None:
             order = self._executor.step_order(list(self._staged_records))
-            # The forward has waited for the last update of each unit it used, not for those of the others: states that
-            # are still being written back must not be read.
+            # The forward has waited for the units it used. States that are still being written must not be read.
             home = itertools.takewhile(lambda index: self._changes.update_ticket(index).done(), order)
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
         backward = _Backward(self._end_backward)
@@ -394,16 +397,32 @@ class StepCoordinator:
         if self._is_alone:  # else until the next use, or the end of the backward: [Note: what a rank fetches]
             self._executor.end_use(record.index)
 
-    def _begin_job(self, gradient: RecordGradient) -> UpdateJob | None:
-        """Begin the job that follows the landing, if the update runs in backward."""
+    def _begin_job(self, gradient: RecordGradient) -> UpdateJob | Trial | None:
+        """Begin the job that follows the landing, if the update runs in backward or is tried there."""
         if not self._updates_now:
-            return None
+            return self._trial(gradient)
         job = self._make_job(gradient, self._account)
         self._changes.begin_update(gradient.record.index, job.ticket, in_backward=True)
         self._jobs[gradient.record.index] = job
         # Training cannot stop with half of the updates done.
         hold_until(None if self._backward is None else self._backward.reference)
         return job
+
+    def _begin_trials(self) -> Hypers:
+        """Decide whether this backward tries updates, and with what: [Note: versions] in update/pipeline.py."""
+        self._trial_scale = None
+        if self._tries and self._closes_window:
+            with contextlib.suppress(ConfigError):  # step() raises it, unless the script sets what is missing
+                hypers, self._trial_scale = self._current_hypers(), self._decider.trial_scale()
+                return hypers
+        return ()
+
+    def _trial(self, gradient: RecordGradient) -> Trial | None:
+        """Return the update to try when the gradient has landed: [Note: versions] in update/pipeline.py."""
+        if self._trial_scale is None or not gradient.record.has_versions:
+            return None
+        before = self._changes.update_ticket(gradient.record.index)
+        return Trial(gradient, self._account, before=before, grad_scale=self._trial_scale)
 
     def _make_job(self, gradient: RecordGradient, account: Account) -> UpdateJob:
         return UpdateJob(gradient, account, before=self._changes.update_ticket(gradient.record.index))
@@ -448,6 +467,7 @@ class StepCoordinator:
         for gradient in self._gradients.present():
             if gradient.is_unmeasured and not gradient.closed:  # the step comes before the last micro batch
                 self._landing.measure(gradient, gradient.landed)
+        self._gradients.end_trials(of_absent=True)
         gradients, jobs = self._window.close(), self._jobs
         self._jobs = {}
         self._changes.close_updates()
@@ -527,6 +547,7 @@ class StepCoordinator:
         self._changes.close_updates()
         self._in_backward = False
         self.collector.abandon()
+        self._gradients.end_trials()
         if set_to_none or self.policy.update_in_backward:
             self._window.drop()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,8 +16,14 @@ from offloadzero.errors import NonFiniteError, OffloadError
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.group import Group, TakenStep
 from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
-from offloadzero.step.job import Account, StepJobs, UpdateJob, names_text
-from offloadzero.step.step_decision import LossScale, decide_step
+from offloadzero.step.job import Account, StepJobs, Trial, UpdateJob, names_text
+from offloadzero.step.step_decision import (
+    NUM_STEPS_SEEN,
+    LossScale,
+    decide_step,
+    plain_scale,
+    tries_updates,
+)
 
 log = logging.getLogger("offloadzero")
 
@@ -54,6 +61,7 @@ class Decider:
         self._skip_nonfinite = skip_nonfinite
         self._is_scaled = loss_scale is not None
         self.scale = LossScale.initial(loss_scale)
+        self._were_plain: deque[bool] = deque(maxlen=NUM_STEPS_SEEN)  # the last decisions
         self.num_skipped = 0  # in all steps so far
         self._num_skips = 0  # in this process
 
@@ -103,8 +111,25 @@ class Decider:
 
     # --- decisions ---
 
-    def decide_one(self, job: UpdateJob) -> bool:
-        """Decide over a job of backward whose gradient is home; return whether it has begun, else it is cancelled."""
+    def trial_scale(self) -> float | None:
+        """The factor with which the next step's updates are tried in its backward; None: they are not.
+
+        [Note: versions] in update/pipeline.py.
+        """
+        return plain_scale(self.scale.scale) if tries_updates(self._were_plain) else None
+
+    def decide_one(self, job: UpdateJob | Trial) -> bool:
+        """Decide over a job of backward whose gradient is home; return whether it has begun, else it is cancelled.
+
+        A trial may begin as long as the gradients that have landed let one expect that its step is not clipped.
+        """
+        if isinstance(job, Trial):
+            landed = job.account.landed_sq_norms
+            landed.append(math.fsum(job.gradient.sq_norms_by_slot()))
+            so_far = decide_step(landed, loss_scale=self.scale.scale, max_norm=self._max_norm)
+            if not so_far.is_plain(self.scale.scale):
+                job.give_up()
+            return not job.is_given_up
         account = job.account
         if account.refused is None:
             account.refuse(self._failures.stop)  # of the step before
@@ -144,7 +169,9 @@ class Decider:
         if decision.apply:
             for job in step.jobs:
                 job.begin(grad_scale=decision.grad_scale)
+            self._note_plain(step, is_plain=decision.is_plain(scale.scale))
             return step.in_order()
+        self._note_plain(step, is_plain=False)
         names = self._non_finite(step)
         if not self._skip_nonfinite:
             self.refuse(step.account, names)  # before any waiting thread can see it
@@ -153,6 +180,11 @@ class Decider:
         for job in step.jobs:
             job.cancel()
         return []
+
+    def _note_plain(self, step: StepJobs, *, is_plain: bool) -> None:
+        """Note whether trials are, or would have been, of use: `tries_updates`. Scripts may clip, too, or set an lr."""
+        in_vain = any(job.was_tried_in_vain or job.gradient.factors for job in step.jobs)
+        self._were_plain.append(is_plain and not in_vain)
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
         """The squared norms on which the decision rests; none where there is nothing to decide."""

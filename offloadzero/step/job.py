@@ -13,12 +13,13 @@ units are which; a checkpoint that is loaded replaces it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket, unfinished
-from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import RecordGradient, end_trial
 from offloadzero.step.step_decision import StepDecision
 from offloadzero.update.pipeline import RecordUpdate
 from offloadzero.update.spec import Hyper
@@ -42,6 +43,7 @@ class Account:
     hypers: Hypers = ()
     applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
     refused: OffloadError | None = None  # the error for which backward updates no more units
+    landed_sq_norms: list[float] = field(default_factory=list)  # of gradients whose update is to be tried
     is_closed: bool = False  # step() has come after the backward that updates
 
     def close(self) -> None:
@@ -57,6 +59,67 @@ class Account:
         self.refused = error
 
 
+class Trial(RecordUpdate):
+    """An update that is tried before its step is decided: [Note: versions] in update/pipeline.py.
+
+    Whoever may change what it has read gives it up: the script, another backward, the decision. It is over then, or its
+    ticket says when.
+    """
+
+    is_trial = True
+
+    def __init__(
+        self, gradient: RecordGradient, account: Account, *, before: Ticket, grad_scale: float
+    ) -> None:
+        """Make a trial that has the factor `grad_scale`; the other arguments are those of `UpdateJob`."""
+        super().__init__(gradient.record, account.hypers, before=before)
+        self.gradient = gradient
+        self.account = account
+        self.grad_scale = grad_scale
+        self._lock = threading.Lock()
+        self.is_given_up = False
+        self.has_begun = False
+        self._num_edits = 0
+
+    def may_begin(self) -> bool:
+        """Begin, unless it was given up or a script writes the states just now. On the pipeline's thread."""
+        with self._lock, self.record.edits.reading() as reads:
+            if self.is_given_up:
+                return False
+            home = self.gradient.in_memory()
+            self._grad = home if home is not None else self.gradient.home
+            if reads is None or self._grad is None or not self.gradient.is_full:
+                self._end()
+                return False
+            reads.append(self.ticket)  # a script's write comes after it
+            self._num_edits = self.record.edits.num_begun
+            counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
+            self.ranges = [replace(r, step=r.step + counts[r.group_index]) for r in self.gradient.ranges()]
+            self.has_begun = True
+            return True
+
+    def give_up(self) -> Ticket:
+        """Let no job adopt it from now on. Returns the ticket of the end of what it reads and writes."""
+        with self._lock:
+            self._end()
+        return self.ticket
+
+    def _end(self) -> None:
+        if not self.has_begun and not self.is_given_up:
+            self.ticket.fulfil()
+        self.is_given_up = True
+
+    def has_done(self, job: RecordUpdate) -> bool:
+        """Whether what it has written is what `job` would write."""
+        return (
+            self.has_begun
+            and not self.is_given_up
+            and self.ticket.is_fulfilled
+            and self._num_edits == self.record.edits.num_begun
+            and (self.hypers, self.ranges, self.grad_scale) == (job.hypers, job.ranges, job.grad_scale)
+        )
+
+
 class UpdateJob(RecordUpdate):
     """Applies a record's gradient once it is home.
 
@@ -69,6 +132,7 @@ class UpdateJob(RecordUpdate):
         super().__init__(gradient.record, account.hypers, before=before)
         self.gradient = gradient
         self.account = account
+        self.was_tried_in_vain = False
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""
@@ -81,6 +145,11 @@ class UpdateJob(RecordUpdate):
             raise AssertionError(f"{self.record.name} has no gradient")
         self.ranges = self.gradient.ranges()
         self.grad_scale = grad_scale
+        trial = self.gradient.trial
+        if trial is not None and trial.has_done(self):
+            self.adopted = trial.ticket
+        self.was_tried_in_vain = trial is not None and trial.has_begun and self.adopted is None
+        end_trial(self.gradient)
 
     def release_gradient(self) -> None:
         """Give back the gradient's memory: it has been read, or will not be."""
@@ -88,6 +157,7 @@ class UpdateJob(RecordUpdate):
 
     def cancel(self) -> None:
         """End the job without an update: the values are those before the step."""
+        end_trial(self.gradient)
         self.release_gradient()
         self.ticket.fulfil(unfinished(self.before))
 
@@ -133,9 +203,9 @@ class StepJobs:
         self.decision = decision
 
     def in_order(self) -> list[UpdateJob]:
-        """The jobs, in the order in which they are updated."""
+        """The jobs, in the order in which they are updated; first those that have nothing left to do."""
         by_record = {job.record.index: job for job in self.jobs}
-        return [by_record[index] for index in self._order]
+        return sorted((by_record[index] for index in self._order), key=lambda job: job.adopted is None)
 
     @property
     def gradients(self) -> list[RecordGradient]:

@@ -16,8 +16,8 @@ from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider
-from offloadzero.step.job import UpdateJob
-from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
+from offloadzero.step.job import Trial, UpdateJob
+from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient, end_trial
 from offloadzero.step.reduction import Reduction
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import update_ranges
@@ -111,18 +111,22 @@ class Landing:
                 buffer = pool.take()
         return Borrowed(buffer, pool)
 
-    def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
+    def send(
+        self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | Trial | None
+    ) -> None:
         """Take a record's gradient of this backward home; `job` follows it. Waits for nothing.
 
         `place`: as `reserve` has given it. `before`: the home may be written after it.
         """
         gradient, lease = brought.gradient, brought.lease
+        trial = end_trial(gradient)  # of an earlier backward, which could have been the last
+        gradient.begin_trial(job if isinstance(job, Trial) else None)
         if lease is None and not gradient.closed:
             # Its norm is taken for the whole window: the next micro batch waits for nothing.
             gradient.stay_unmeasured(self._store.accelerator.computed())
             return
-        if not gradient.landed.done():
-            before = AllOf([before, gradient.landed])  # of gradients that were dropped since
+        if not (gradient.landed.done() and trial.done()):
+            before = AllOf([before, gradient.landed, trial])  # of gradients that were dropped since
         done = gradient.begin_landing()
         if lease is None:
             self._land(gradient, done, [self._store.accelerator.computed()], None, job)
@@ -175,13 +179,16 @@ class Landing:
         self._store.accelerator.copy(place.flat, part)
         return place
 
-    def close(self, gradient: RecordGradient, *, job: UpdateJob | None) -> None:
+    def close(self, gradient: RecordGradient, *, job: UpdateJob | Trial | None) -> None:
         """Close the window of a gradient at home; `job` follows when all work launched so far has run."""
         gradient.close()
+        gradient.begin_trial(job if isinstance(job, Trial) else None)
         # Landed earlier gradients come first: one after the other.
         self.measure(gradient, self._store.accelerator.computed(), job=job)
 
-    def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | None = None) -> None:
+    def measure(
+        self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | Trial | None = None
+    ) -> None:
         """Measure the gradient at home, after `after`."""
         done = gradient.begin_landing()
         self._land(gradient, done, [after], None, job)
@@ -194,7 +201,7 @@ class Landing:
         done: Promise,
         after: Sequence[Ticket],
         merge: Callable[[], None] | None,
-        job: UpdateJob | None,
+        job: UpdateJob | Trial | None,
         *,
         held: object = None,
     ) -> None:

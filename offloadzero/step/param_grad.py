@@ -54,7 +54,7 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
-from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
+from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting, end_trial
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept_elements import kept_place
 from offloadzero.update.records import Record
@@ -371,6 +371,7 @@ class GradientAccess:
         self._wait_landed(state)
         with self._clock.waiting("update"), self._store.failures.handed_over():
             self._previous_update(state.record.index).wait()  # it may still read the home
+            end_trial(state).wait()
         place = kept_place(state.record, slot, SegmentKind.GRAD)
         flat = value.detach().reshape(-1)[place.skipped : place.skipped + place.num_elements]
         if not home.is_in_memory:

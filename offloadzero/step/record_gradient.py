@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,8 +15,9 @@ from offloadzero.core.torch_private import foreach_copy
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Device, Stream
 from offloadzero.memory.store import Segment
-from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.update.flat_layout import ParamSlot, SlotViews
+from offloadzero.update.pipeline import RecordUpdate
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 
 
@@ -36,6 +37,22 @@ class Borrowed:
     def give_back(self) -> None:
         """Give the buffer back, which may be written at once."""
         self._pool.give_back(self._buffer)
+
+
+class Tried(Protocol):
+    """An update that reads a gradient before its step is decided."""
+
+    has_begun: bool
+
+    @property
+    def ticket(self) -> Ticket:
+        """Done when all of it is home."""
+
+    def has_done(self, job: RecordUpdate) -> bool:
+        """Whether it has done what the step's update would do."""
+
+    def give_up(self) -> Ticket:
+        """Let no step have its result; return the ticket of the end of its reads."""
 
 
 @dataclass(eq=False)
@@ -71,6 +88,7 @@ class RecordGradient:
     is_unmeasured: bool = False  # the norms lack the part on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
+    trial: Tried | None = None  # an update with what is there: [Note: versions] in update/pipeline.py
 
     def __post_init__(self) -> None:
         # The place until the step; None: the gradient is consumed as it lands.
@@ -192,6 +210,19 @@ class RecordGradient:
         """Close the window: no other micro batch follows."""
         self.closed = True
 
+    def begin_trial(self, trial: Tried | None) -> None:
+        """Let an update be tried with what is there when it has landed."""
+        self.trial = trial
+
+    def take_trial(self) -> Tried | None:
+        """Return the update that was tried, if any, and know nothing of it any more."""
+        trial, self.trial = self.trial, None
+        return trial
+
+    def land_after(self, ticket: Ticket) -> None:
+        """Let what lands next come after `ticket`, too."""
+        self.landed = AllOf([self.landed, ticket])
+
     def pass_in(self, buffer: Borrowed | None) -> None:
         """Be in that host buffer until it is released, or, with None, in the home."""
         self.passing = buffer
@@ -226,7 +257,10 @@ class RecordGradient:
 
     def set_factor(self, slot: ParamSlot, factor: float) -> None:
         """Multiply what the home holds of a parameter by `factor`, in the place of the present one."""
-        self.factors[slot.index] = factor
+        if factor == 1.0:
+            self.factors.pop(slot.index, None)
+        else:
+            self.factors[slot.index] = factor
 
     def take_factor(self, number: int) -> float:
         """Return the factor of a slot, by which the home's part is multiplied now."""
@@ -274,9 +308,18 @@ class RecordGradient:
     def as_of_now(self) -> RecordGradient:
         """Return a copy for a step after which the gradient stays: later changes by scripts do not show in it.
 
-        The measured norms are shared: a change at home must wait for the last update first.
+        The measured norms are shared: a change at home must wait for the last update first. The update that was tried
+        is the step's from now on, which ends it.
         """
-        return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+        now = replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+        self.trial = None
+        return now
+
+
+def end_trial(gradient: RecordGradient) -> Ticket:
+    """Give up the update that was tried. Returns the ticket after which nothing of it reads the gradient."""
+    trial = gradient.take_trial()
+    return FINISHED if trial is None else trial.give_up()
 
 
 def copy_waiting(gradient: RecordGradient, device: Device) -> None:
@@ -316,7 +359,16 @@ class WindowGradients(dict[int, RecordGradient]):
     def renew(self) -> None:
         """Begin a new window: gradients that still land come before the next ones."""
         for index, gradient in list(self.items()):
-            self[index] = RecordGradient(gradient.record, landed=gradient.landed)
+            landed = gradient.landed
+            if gradient.trial is not None:
+                landed = AllOf([landed, gradient.trial.ticket])
+            self[index] = RecordGradient(gradient.record, landed=landed)
+
+    def end_trials(self, *, of_absent: bool = False) -> None:
+        """Give up the updates that were tried; `of_absent`: those of gradients that are left out of the step."""
+        for gradient in self.values():
+            if gradient.trial is not None and not (of_absent and gradient.present):
+                gradient.land_after(end_trial(gradient))
 
 
 class Brought(NamedTuple):

@@ -19,6 +19,27 @@ class StepDecision:
     grad_scale: float
     grad_norm: float
 
+    def is_plain(self, loss_scale: float) -> bool:
+        """Whether the step is applied as it is, neither skipped nor clipped."""
+        return self.apply and self.grad_scale == plain_scale(loss_scale)
+
+
+def plain_scale(loss_scale: float) -> float:
+    """The factor of the gradients of a step that is not clipped."""
+    return float(np.float32(1.0 / loss_scale))
+
+
+NUM_STEPS_SEEN = 8
+
+
+def tries_updates(were_plain: Sequence[bool]) -> bool:
+    """Whether to try the next step's updates before it is decided, by whether the last steps were applied as they are.
+
+    A trial that comes to nothing costs the drive's time in backward, which is idle otherwise, and the end of the unit
+    that is at it; one that is adopted saves that time: so they are tried unless most of the last steps were clipped.
+    """
+    return 2 * sum(were_plain) >= len(were_plain)
+
 
 def decide_step(sq_norms: Sequence[float], *, loss_scale: float, max_norm: float) -> StepDecision:
     """Decide from the squared norms of the scaled gradients of all parameters; their order does not matter.

@@ -11,8 +11,8 @@ weights' memory, and a script may keep them: return them, hang them on the modul
 context. While the unit stays they are right. When the unit leaves, its memory becomes another's. So the views of a unit
 have a storage of their own at each address, made over the lease's memory, and torch counts its holders: a count above
 the engine's own says that something is kept, at the cost of one look. Only then are the holders looked for, among all
-of Python's objects, and each becomes a `KeptView`, a tensor that reads and writes the weight wherever it is. A view
-that only C++ holds is an error.
+of Python's objects, and each becomes a remote tensor or, in a graph, a `KeptView`: both read and write the weight
+wherever it is. A view that only C++ holds is an error.
 
 A resident unit stays where it is, and kept views of it stay valid. Its updates run behind step(), so step() waits for
 those of a unit that has kept views.

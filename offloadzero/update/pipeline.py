@@ -6,6 +6,19 @@ place; those on NVMe or on the device are staged through slots of pinned memory.
 chunk k+1, the step on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
 slot is used again only when its writes are complete. A record whose update lives wholly on the device is
 updated there, on a lane of its own: [Note: forms of the update] in update/adam_form.py.
+
+[Note: versions]
+Where a step must know all gradients before it changes a state (clipping, loss scaling, several ranks), its updates
+would begin when backward ends, and the drive would idle until then. A record whose states all live on NVMe may have two
+places there. Its update can then be tried while backward runs: as if the step were applied with the factor that most
+steps have, 1 over the loss scale. A trial reads the present version and writes the next one, which nobody reads. The
+step that follows is one like any other, with its decision and its jobs. A job whose trial has done exactly what it
+would do (the same hyperparameters, ranges, factor; neither states nor gradient written since) adopts it: the two places
+are exchanged, and the update is over. Any other job updates the present version from the gradient, which is kept till
+then as ever. So a trial changes when bytes move and never which: if it is wrong, late or not begun, only time is lost.
+
+Trials wait behind all other work, one record at a time. When a step is decided those that have not begun are given up,
+and their records are updated in the order in which the next forward needs them.
 """
 
 from __future__ import annotations
@@ -37,6 +50,8 @@ class RecordUpdate:
 
     ranges: Sequence[UpdateRange] = ()  # the parts with a gradient
     grad_scale: float = 1.0  # the factor of the gradient
+    is_trial = False  # it writes the next version: [Note: versions]
+    adopted: Ticket | None = None  # done when the next version is home, which is what the update would make
     _grad: torch.Tensor | Segment | None = None
 
     def __init__(self, record: Record, hypers: Sequence[Hyper], *, before: Ticket) -> None:
@@ -55,6 +70,10 @@ class RecordUpdate:
         if self._grad is None:
             raise AssertionError(f"the update of {self.record.name} has not begun")
         return self._grad
+
+    def may_begin(self) -> bool:
+        """Whether the pipeline shall run it now; a trial may have been given up."""
+        return True
 
     def release_gradient(self) -> None:
         """Release the gradient, which has been read or will not be. Pipeline threads call this, perhaps twice."""
@@ -113,6 +132,7 @@ class UpdatePipeline:
         # Submitted work: appending is one step, which no interrupt can halve. None: nothing more will come.
         self._arriving: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._work: deque[_Work] = deque()  # used by the thread alone
+        self._trials: deque[RecordUpdate] = deque()  # behind all work
         self._chunks: deque[_Chunk] = deque()  # of the record that is being cut
         self._closing = False
         self._is_over = False
@@ -171,12 +191,17 @@ class UpdatePipeline:
     def _next_chunk(self, *, block: bool) -> _Chunk | None:
         """Return the next chunk to start; None when there is none now (or, blocking, ever again)."""
         while not self._chunks:
-            self._take_arrived(block=block and not self._work)
-            if not self._work or (not block and callable(self._work[0])):
+            self._take_arrived(block=block and not self._work and not self._trials)
+            if not self._work and not self._trials:
+                return None
+            if self._work and not block and callable(self._work[0]):
                 return None  # a call comes after the updates before it
-            work = self._work.popleft()
+            work = (self._work or self._trials).popleft()
             if not callable(work):
-                self._begin(work)
+                if work.is_trial and self._closing:
+                    work.ticket.fulfil()
+                elif work.may_begin():
+                    self._begin(work)
             else:
                 try:
                     self._work.extendleft(reversed(tuple(work() or ())))
@@ -195,6 +220,8 @@ class UpdatePipeline:
             block = False
             if work is None:
                 self._is_over = True
+            elif not callable(work) and work.is_trial:
+                self._trials.append(work)
             else:
                 self._work.append(work)
 
@@ -205,6 +232,10 @@ class UpdatePipeline:
         # A forward has waited for its parameters, which may have been delivered, but not for the writes. Between two
         # steps with the same gradients there is none: other ranks may still be sent what the first has made.
         previous = unfinished(update.before)
+        if update.adopted is not None:
+            update.record.flip()
+            self._finish(update, (update.adopted,))
+            return
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
             self._update_on_device(update, update.grad, previous)
             return
@@ -251,7 +282,9 @@ class UpdatePipeline:
         update.ticket.fulfil(self._device_lane.submit(task, after=[previous]))
 
     def _start_reads(self, chunk: _Chunk) -> None:
-        chunk.data = data = self._stager.stage(chunk.update.record, chunk.start, chunk.stop)
+        chunk.data = data = self._stager.stage(
+            chunk.update.record, chunk.start, chunk.stop, makes_next_version=chunk.update.is_trial
+        )
         grad = chunk.update.grad
         if isinstance(grad, torch.Tensor) and devices.is_host_memory(grad):
             data.buffers[SegmentKind.GRAD] = grad[chunk.start : chunk.stop]

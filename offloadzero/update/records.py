@@ -264,6 +264,16 @@ class Record:
         return min(chunk_elements, self.kept_trainable)
 
     @property
+    def has_versions(self) -> bool:
+        """Whether its states have two places: [Note: versions] in update/pipeline.py."""
+        return self.segments[SegmentKind.PARAM].has_versions
+
+    def flip(self) -> None:
+        """Let the next version of the states be the present one."""
+        for kind in self.layout:
+            self.segments[kind].flip()
+
+    @property
     def updates_on_device(self) -> bool:
         """Whether all segments of the update live on the device."""
         return all(segment.is_on_device for segment in self.segments.values())

@@ -46,6 +46,7 @@ class StagedChunk:
     reads: list[Ticket] = field(default_factory=list)
     slot: _Slot | None = None
     used_bytes: int = 0  # of the slot
+    makes_next_version: bool = False  # it is written there: [Note: versions]
 
     def matches(self, record: Record, start: int, stop: int) -> bool:
         """Whether this is that chunk, with the record not written since."""
@@ -66,13 +67,15 @@ class ChunkStager:
         self._free = deque(_Slot(lease) for lease in slot_leases)  # the first freed comes first
         self._ahead: deque[StagedChunk] = deque()
 
-    def stage(self, record: Record, start: int, stop: int) -> StagedChunk:
+    def stage(
+        self, record: Record, start: int, stop: int, *, makes_next_version: bool = False
+    ) -> StagedChunk:
         """Start to read a chunk, or take the one that was read ahead."""
         if needs_slot(record):
-            if self._ahead and self._ahead[0].matches(record, start, stop):
+            if self._ahead and self._ahead[0].matches(record, start, stop) and not makes_next_version:
                 return self._ahead.popleft()
             self._drop_ahead()
-        return self._read(record, start, stop)
+        return self._read(record, start, stop, makes_next_version=makes_next_version)
 
     def read_ahead(self, records: Sequence[Record]) -> None:
         """Read the chunks that an update of `records` in this order stages first, as far as slots are free now."""
@@ -114,21 +117,28 @@ class ChunkStager:
         writes = []
         for kind in chunk.staged:
             first = record.chunk_slice(kind, chunk.start, chunk.stop).start
-            writes.append(self._store.write(record.segments[kind], chunk.buffers[kind], start=first))
+            segment = record.segments[kind]
+            home = segment.next_version() if chunk.makes_next_version else segment
+            writes.append(self._store.write(home, chunk.buffers[kind], start=first))
         if chunk.slot is not None:
             chunk.slot.users = AllOf([*writes, *readers])
             self._free.append(chunk.slot)
             chunk.slot = None
         return writes
 
-    def _read(self, record: Record, start: int, stop: int) -> StagedChunk:
+    def _read(
+        self, record: Record, start: int, stop: int, *, makes_next_version: bool = False
+    ) -> StagedChunk:
         chunk = StagedChunk(record, start, stop, record.edits.num_begun)
+        chunk.makes_next_version = makes_next_version
         for kind, segment in record.segments.items():
             if kind is SegmentKind.GRAD:
                 continue
             part = record.chunk_slice(kind, start, stop)
             if segment.is_in_host_memory:
-                chunk.buffers[kind] = segment.memory[part]
+                chunk.buffers[kind] = memory = segment.memory[part]
+                if makes_next_version:
+                    chunk.buffers[kind] = segment.next_version().memory[part].copy_(memory)
                 continue
             chunk.buffers[kind] = self.memory(chunk, kind, segment.dtype)
             chunk.reads.append(self._store.read(segment, chunk.buffers[kind], start=part.start))

@@ -236,6 +236,39 @@ def test_a_sample_has_no_more_tokens_than_a_model_has_positions(
     assert "--sequence = 25: at most 24, the positions of" in capsys.readouterr().err
 
 
+def test_a_config_of_four_bits_has_fewer_bytes_and_as_many_operations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config = transformers.LlamaConfig(vocab_size=101, architectures=["LlamaForCausalLM"], **sizes)
+    four_bits = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    found = {}
+    for name, quantised in {
+        "none": None,
+        "4 bits": four_bits,
+        "doubled": {**four_bits, "bnb_4bit_use_double_quant": True},
+        "but some": {**four_bits, "llm_int8_skip_modules": ["lm_head", "down_proj"]},
+        "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "gptq": {"quant_method": "gptq", "bits": 4},
+    }.items():
+        written = {**config.to_dict(), **({"quantization_config": quantised} if quantised else {})}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(written, default=str))
+        arguments = words(
+            tmp_path, "--json", "-", "--lora", "4", model=str(tmp_path / name), placement="host"
+        )
+        if main(arguments) == 0:
+            found[name] = json.loads(capsys.readouterr().out)
+        else:
+            assert re.search("quantization_config = .*: 4 bits of bitsandbytes", capsys.readouterr().err)
+    assert found.keys() == {"none", "4 bits", "doubled", "but some"}
+    traces = [one["micro_batch_trace"] for one in found.values()]
+    for key in ("forward_flops", "backward_flops"):
+        assert len({trace[key] for trace in traces}) == 1, key
+    assert not any(trace["uncounted"] for trace in traces)
+
+
 def test_a_machine_with_another_device_than_the_configuration_s_is_told_of(plan_text: PlanText) -> None:
     card = replace(MACHINE, memory=Memory(host=8 * GIB, device=8 * GIB, nvme=8 * GIB), device="a card")
     said = "has offloadzero.device = cpu; this is the plan for the device of --hardware, a card."

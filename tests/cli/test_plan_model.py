@@ -20,6 +20,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.engine_plan import ENOUGH
 from offloadzero.planning.model.shapes import ModelSource, read_model
+from offloadzero.streaming.building.coded_parameters import attached_bytes
 from tests.support import models
 from tests.support.tiny import TinyModel, settings
 from tests.support.training import PLACEMENTS, make_config
@@ -196,6 +197,30 @@ def test_a_config_of_transformers(tmp_path: Path) -> None:
         settled = load_config(settings(tmp_path))
         plans = [plan_model(model, settled, available=PLENTY).plan for model in (theirs, ours)]
         assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("kept", [None, ["model.layers.0.mlp", "head"]])
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_config_of_four_bits(kept: list[str] | None, doubled: bool, tmp_path: Path) -> None:
+    """Half a byte for each weight of the projections, and their scales: 1/16 of a byte, or 1/64 and a little."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    config = transformers.LlamaConfig(vocab_size=101, architectures=["LlamaForCausalLM"], **sizes).to_dict()
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": doubled,
+        "llm_int8_skip_modules": kept,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    model = read_model(str(tmp_path)).on_meta()
+    matrices = [64 * 64] * 4 + ([64 * 128] * 3 if kept is None else [])
+    codes = [param for param in model.parameters() if param.dtype == torch.uint8]
+    assert sorted(param.nbytes for param in codes) == sorted(size // 2 for size in matrices)
+    assert not any(param.requires_grad for param in model.parameters())
+    scales = sum(size // 64 * (1 if doubled else 4) for size in matrices)
+    tables = len(matrices) * (16 * 4 + doubled * (256 * 4 + 4 + 4))  # and the second scale, and the offset
+    assert attached_bytes(model) == scales + tables
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])

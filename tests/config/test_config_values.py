@@ -188,6 +188,7 @@ def test_budgets() -> None:
         ("aio", "thread_count", 0),
         ("offloadzero", "state_layout", "fp8"),
         ("offloadzero", "frozen_weights", "file"),
+        ("offloadzero", "versions", "yes"),
         ("offloadzero", "placement_tokens", 0),
         ("offloadzero", "device", "cuda:"),
         ("offloadzero", "device", "cuda:1234567890"),

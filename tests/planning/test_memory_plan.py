@@ -18,15 +18,16 @@ from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory.arena import staggered
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     first_enough,
     nvme_bytes_with_waiting,
     plan_memory,
-    updates_in_backward,
 )
 from offloadzero.planning.placement_rules import idle_rules, place
+from offloadzero.planning.update_rules import updates_in_backward
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 
@@ -393,6 +394,97 @@ def test_the_advice_names_homes_elsewhere_only_where_the_tier_holds_some(
     with pytest.raises(BudgetError) as caught:
         plan_memory(records(4096), config(everything(home), budgets=BudgetConfig(**{budget: 4096})))
     assert f"What would make it fit: {advised}" in str(caught.value)
+
+
+# --- second places ---
+
+
+def second_places(plan: MemoryPlan) -> int:
+    return sum(line.num_bytes for line in plan.lines if line.what == "second places")
+
+
+@pytest.mark.parametrize("versions", [None, True])
+def test_states_on_nvme_have_two_places_where_updates_wait_for_the_norm(versions: bool | None) -> None:
+    plan = plan_memory(
+        records(COUNT, COUNT, frozen=(1,)),
+        config(everything("nvme"), gradient_clipping=1.0, versions=versions),
+    )
+    assert plan.versioned == {0}
+    assert second_places(plan) == 12 * COUNT
+    assert plan.tier_bytes(NVME) == 2 * 12 * COUNT + 2 * COUNT  # and the frozen weights
+
+
+@pytest.mark.parametrize(
+    ("rules", "keys"),
+    [
+        ([everything("nvme")], {}),  # updates run in backward
+        ([everything("nvme")], {"gradient_clipping": 1.0, "versions": False}),
+        ([everything("nvme"), rule(grad="device")], {"gradient_clipping": 1.0}),
+        ([everything("nvme"), rule(param="device")], {"gradient_clipping": 1.0}),
+        ([everything("host")], {"gradient_clipping": 1.0}),
+    ],
+)
+def test_other_states_have_one_place(rules: list[PlacementRule], keys: dict[str, Any]) -> None:
+    plan = plan_memory(records(COUNT), config(*rules, **keys))
+    assert not plan.versioned
+    assert not second_places(plan)
+
+
+FREE = -(-24 * COUNT * 10 // 9)  # a tenth of a drive stays free
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "has_room"),
+    [
+        (None, 24 * COUNT - 1, False),
+        (None, 24 * COUNT, True),
+        (FREE - 2, None, False),
+        (FREE, None, True),
+        (FREE, 24 * COUNT - 1, False),
+    ],
+)
+def test_without_room_for_two_places_there_is_one(
+    free: int | None, budget: int | None, has_room: bool
+) -> None:
+    """By default; who asks for two is refused if a budget forbids it."""
+    keys: dict[str, Any] = {"gradient_clipping": 1.0, "budgets": BudgetConfig(nvme=budget)}
+    available = {} if free is None else {NVME: free}
+    plan = plan_memory(records(COUNT), config(everything("nvme"), **keys), available=available)
+    assert plan.versioned == ({0} if has_room else set())
+    assert plan.tier_bytes(NVME) == (24 if has_room else 12) * COUNT
+    if budget is not None and not has_room:
+        with pytest.raises(BudgetError, match="second places"):
+            plan_memory(records(COUNT), config(everything("nvme"), **keys, versions=True))
+
+
+def test_states_in_host_memory_have_second_places_beside_those_on_nvme() -> None:
+    """Where the host has no room for them, only units that are on nvme as a whole have."""
+    homes = (everything("nvme"), rule("layers.1", param="host"))
+    keys: dict[str, Any] = {"gradient_clipping": 1.0}
+    units = records(COUNT, COUNT)
+    plan = plan_memory(units, config(*homes, **keys))
+    assert plan.versioned == {0, 1}
+    assert [line.num_bytes for line in plan.lines if line.what == "second places"] == [
+        staggered(2 * COUNT),
+        22 * COUNT,
+    ]
+    budgets = BudgetConfig(host=plan.tier_bytes(HOST) - 1)
+    assert plan_memory(units, config(*homes, **keys, budgets=budgets)).versioned == {0}
+    available = {HOST: plan.tier_bytes(HOST)}
+    assert plan_memory(units, config(*homes, **keys), available=available).versioned == {0}
+
+
+def test_gradients_that_move_to_nvme_come_before_second_places() -> None:
+    """Both have room alone: then there is one place, and no refusal."""
+    units = records(*[COUNT] * 4)
+    keys: dict[str, Any] = {"gradient_clipping": 1.0, "update": UpdateConfig(chunk_elements=4096)}
+    free = plan_memory(units, config(everything("nvme"), **keys))
+    host = plan_memory(units, config(everything("nvme"), rule(grad="nvme"), **keys)).tier_bytes(HOST)
+    assert host < free.tier_bytes(HOST)
+    budgets = BudgetConfig(host=host, nvme=free.tier_bytes(NVME))
+    plan = plan_memory(units, config(everything("nvme"), **keys, budgets=budgets))
+    assert not plan.versioned
+    assert plan.tier_bytes(NVME) <= free.tier_bytes(NVME)
 
 
 # --- the fewest moves that are enough ---

@@ -109,8 +109,8 @@ def use_of_a_resident_unit_before_its_update(monkeypatch: pytest.MonkeyPatch) ->
 def update_before_its_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = ChunkStager.stage
 
-    def forgetful(stager: ChunkStager, record: Any, start: int, stop: int) -> StagedChunk:
-        chunk = stage(stager, record, start, stop)
+    def forgetful(stager: ChunkStager, record: Any, start: int, stop: int, **options: Any) -> StagedChunk:
+        chunk = stage(stager, record, start, stop, **options)
         chunk.reads.clear()
         return chunk
 
@@ -239,6 +239,7 @@ def states_read_ahead_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> Non
             begin(coordinator)
 
     monkeypatch.setattr(StepCoordinator, "_begin_backward", impatient)
+    monkeypatch.setattr(Decider, "trial_scale", lambda _: None)  # else they are not read ahead
 
 
 def passing_gradient_before_the_update_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

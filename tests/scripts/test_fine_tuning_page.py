@@ -101,6 +101,30 @@ def test_a_recipe_trains(recipe: str, home: Path) -> None:
     expect_trained(home, recipe)
 
 
+def test_the_second_recipe_trains_over_a_base_of_four_bits(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    (loading,) = code("LoRA over a 4-bit base", "python")
+    script = recipe_of("2")
+    first, last = script.index("with offloadzero.zero.Init"), script.index("adapters = peft.")
+    forget_accelerate()
+    seen = []
+
+    original = offloadzero.offload
+
+    def offload(model: Any, *arguments: Any) -> Any:
+        seen.extend(type(param).__name__ for param in model.parameters())
+        return original(model, *arguments)
+
+    monkeypatch.setattr("offloadzero.offload", offload)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(f"{script[:first]}{loading}{script[last:]}", "recipe", "exec"), names)
+    assert seen.count("Params4bit") == 3 * 7
+    expect_trained(home, "2")
+
+
 def test_a_recipe_runs_on_several_ranks(home: Path) -> None:
     (command,) = code("5. ", "bash")
     (home / "recipe.py").write_text(recipe_of("1"))

@@ -122,6 +122,8 @@ def test_clipping_and_unscaling_a_model_move_no_gradient(
         optimizer.synchronize()
         for state in optimizer.runtime.parts.window.gradients.values():
             state.landed.wait()
+            if state.trial is not None:
+                state.trial.ticket.wait()
         moved = Moved(monkeypatch)
         scaler.unscale_(optimizer)
         norm = clip(model)

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -117,14 +118,24 @@ class SafetensorsWriter:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Append the next tensor (host memory)."""
+        shape = self._expected[0][2]
+        if tensor.shape != shape:
+            raise AssertionError(f"{self._expected[0][0]}: {tuple(tensor.shape)} instead of {tuple(shape)}")
+        self.add_pieces([tensor.contiguous().reshape(-1)])
+
+    def add_pieces(self, pieces: Iterable[torch.Tensor]) -> None:
+        """Append the next tensor, whose elements are those of flat `pieces` (host memory) one after another."""
         name, dtype, shape = self._expected.pop(0)
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise AssertionError(
-                f"{name}: {tensor.dtype} {tuple(tensor.shape)} instead of what was announced"
-            )
-        if tensor.numel():
-            write = through("checkpoint.write", self._file.write, name)
-            write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        write = through("checkpoint.write", self._file.write, name)
+        num_elements = 0
+        for piece in pieces:
+            if piece.dtype != dtype:
+                raise AssertionError(f"{name}: {piece.dtype} instead of {dtype}")
+            if piece.numel():
+                write(piece.view(torch.uint8).numpy().data)
+            num_elements += piece.numel()
+        if num_elements != shape.numel():
+            raise AssertionError(f"{name}: {num_elements} elements instead of {shape.numel()}")
 
     def close(self) -> FileEntry:
         """Close the file, with everything on the disk."""
@@ -205,27 +216,17 @@ class SafetensorsReader:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         if tensor.numel():
             view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data).cast("B")
-            self._read_into(self._data_offset + entry.start, view, what=name)
+            read_into(self._file, self._data_offset + entry.start, view, what=name)
         return tensor
+
+    def offset_of(self, name: str) -> int:
+        """Where in the file the tensor's bytes begin."""
+        return self._data_offset + self.entries[name].start
 
     def _read_at(self, offset: int, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
-        self._read_into(offset, memoryview(data), what="the header")
+        read_into(self._file, offset, memoryview(data), what="the header")
         return bytes(data)
-
-    def _read_into(self, offset: int, view: memoryview, *, what: str) -> None:
-        position = 0
-        while position < len(view):
-            try:
-                read = through("checkpoint.read", os.preadv, what)
-                num_read = read(self._file.fileno(), [view[position:]], offset + position)
-            except OSError as error:
-                if is_interrupt(error):
-                    raise
-                raise CheckpointError(f"{self.path}: {what}: {error.strerror}") from error
-            if num_read == 0:
-                raise CheckpointError(f"{self.path}: {what} is cut short")
-            position += num_read
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -234,6 +235,22 @@ class SafetensorsReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def read_into(file: FileIO, offset: int, view: memoryview, *, what: str) -> None:
+    """Fill `view` with a file's bytes from `offset` on. CheckpointError names the file and `what` lies there."""
+    position = 0
+    while position < len(view):
+        try:
+            read = through("checkpoint.read", os.preadv, what)
+            num_read = read(file.fileno(), [view[position:]], offset + position)
+        except OSError as error:
+            if is_interrupt(error):
+                raise
+            raise CheckpointError(f"{file.name}: {what}: {error.strerror}") from error
+        if num_read == 0:
+            raise CheckpointError(f"{file.name}: {what} is cut short")
+        position += num_read
 
 
 def _is_size(value: object) -> bool:

@@ -1,9 +1,16 @@
-"""Writing the format of `torch.save()` without holding a file in memory.
+"""Writing and reading the format of `torch.save()` without holding a file in memory.
 
 The format: a zip archive whose members are stored as they are. `data.pkl` is the pickled dict; where it has a tensor it
 names a storage, whose bytes are the member `data/KEY`. The dict comes first, so the writer is told all names and shapes
 at the start and then takes the tensors in that order. As torch does, it begins each member at a multiple of 64 bytes,
 so that `torch.load(mmap=True)` has tensors of their alignment.
+
+[Note: nothing of a file is run]
+A pickle names functions that whoever unpickles it calls. torch's `weights_only` calls none but those that make tensors
+and plain values, and refuses a file that names others, as files with the objects of a program's own classes do. Each
+name that it would refuse is therefore given a class of ours that takes any arguments and does nothing, `Foreign`: the
+objects come as the attributes that were saved, which are plain values again, and neither the classes nor the functions
+are imported, let alone called.
 """
 
 from __future__ import annotations
@@ -20,10 +27,14 @@ from typing import IO, Any, cast
 
 import torch
 
-from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool
+from offloadzero.checkpoint.format.file_tensor import FileExtent
+from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, file_size
 from offloadzero.checkpoint.format.safetensors_file import TensorSpec
 from offloadzero.core.fail_points import through
+from offloadzero.core.interrupts import is_interrupt
 from offloadzero.core.torch_private import rebuild_tensor, rebuild_tensor_of_dtype
+from offloadzero.errors import CheckpointError
+from offloadzero.memory.mapped_files import MappedFiles
 
 # The classes by which the format names the dtype of a storage; those of later dtypes have none.
 _STORAGES = {
@@ -184,3 +195,60 @@ class _Archive:
 
     def flush(self) -> None:
         """Do nothing: the file is flushed when it is closed."""
+
+
+# --- reading ---
+
+
+class Foreign:
+    """What stands for an object of another program's class: [Note: nothing of a file is run].
+
+    The name of its class is the full one that the file has.
+    """
+
+    def __new__(cls, *_arguments: object) -> Foreign:
+        """Make one, whatever the arguments."""
+        return super().__new__(cls)
+
+
+class TorchFile:
+    """What `torch.save()` wrote, checked against the archive's own checksums. No tensor is in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Read all but the tensors. CheckpointError names the file and what is wrong with it."""
+        file_size(path)
+        self.path = path
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            self.values: Any = None if damaged else _load(path)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            raise CheckpointError(f"{path}: not a whole file of torch.save(): {_reason(error)}") from error
+        if damaged:
+            raise CheckpointError(f"{path} is damaged: {damaged} is not what was written")
+        self._mapped = MappedFiles()
+
+    def extent(self, tensor: torch.Tensor, name: str) -> FileExtent:
+        """Return where a tensor of `values` lies. CheckpointError calls it `name` if that is not in one piece."""
+        if not tensor.is_contiguous():
+            raise CheckpointError(f"{self.path}: {name} is not contiguous")
+        offset = self._mapped.offset(tensor) if tensor.numel() else 0
+        if offset is None:
+            raise CheckpointError(f"{self.path}: {name} is not mapped from it")
+        return FileExtent(self.path, offset, tensor.nbytes)
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of torch's says beside its advice."""
+    advice = ("Weights only load failed", "Check the documentation")
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(advice)]
+    return lines[0].rpartition("WeightsUnpickler error: ")[2].strip() if lines else type(error).__name__
+
+
+def _load(path: Path) -> Any:
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    stand_ins: list[Any] = [(type(name, (Foreign,), {}), name) for name in names]
+    with torch.serialization.safe_globals(stand_ins):
+        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")

@@ -168,6 +168,8 @@ class Planner:
         available = {TierName.HOST: max(0, memory.host - question.process_bytes)}
         if memory.device is not None:
             available[TierName.DEVICE] = memory.device
+        if memory.nvme is not None:
+            available[TierName.NVME] = memory.nvme
         if self._model_planner is None:
             self._model_planner = ModelPlanner(self.model())
         planned = self._model_planner.plan(

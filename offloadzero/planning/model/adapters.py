@@ -30,7 +30,7 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
     Raises ConfigError where there is none.
     """
     model.requires_grad_(False)
-    head = _head_of(model)
+    head = head_of(model)
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -45,6 +45,7 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
     return model
 
 
-def _head_of(model: nn.Module) -> Any:
+def head_of(model: nn.Module) -> Any:
+    """The projection onto the vocabulary; None where there is none."""
     of_transformers = getattr(model, "get_output_embeddings", None)
     return getattr(model, "lm_head", None) if of_transformers is None else of_transformers()

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from offloadzero.errors import ConfigError
-from offloadzero.planning.model.adapters import add_adapters
+from offloadzero.planning.model.adapters import add_adapters, head_of
+from offloadzero.planning.model.quantized import quantize
 
 LLAMA, GPT = "llama", "gpt"
 MAX_HIDDEN, MAX_LAYERS, MAX_VOCABULARY = 1 << 17, 10_000, 1 << 22
@@ -450,12 +451,14 @@ def _of_transformers(path: str) -> ModelSource:
     except Exception as error:  # its checks of the fields raise any error
         raise ConfigError(KEY, path, f"transformers does not read it: {_reason(error)}") from error
 
+    quantised = getattr(config, "quantization_config", None)
+
     def build() -> nn.Module:
         try:
             model: nn.Module = _build_of_transformers(models, config)
         except Exception as error:  # any error of a model's constructor for wrong sizes
             raise ConfigError(KEY, path, f"transformers does not build it: {_reason(error)}") from error
-        return model
+        return model if quantised is None else quantize(model, dict(quantised), head_of(model))
 
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelSource(path, build, num_positions=positions if isinstance(positions, int) else 0)

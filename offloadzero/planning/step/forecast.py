@@ -167,10 +167,11 @@ def plan_step(
     """Return the bytes and operations of a step of a model that is planned; of several ranks those of one.
 
     Args:
-        products: the dtype of products of matrices; None: that of the parameters.
+        products: the dtype of products of matrices; None: that of most parameters, codes apart.
         num_local_ranks: the ranks of a machine; None: all are on one.
     """
-    dtype = max(records, key=lambda record: record.num_elements).dtype if products is None else products
+    values = [record for record in records if record.dtype.is_floating_point] or records
+    dtype = max(values, key=lambda record: record.num_elements).dtype if products is None else products
     inputs = trace.inputs if trace is not None else ()
     work = work_of_step(records, plan, config, uses=uses, inputs=inputs)
     return Step(

@@ -126,15 +126,27 @@ def simulate_step(work: StepWork, rates: LaneRates) -> SimulatedStep:
 
 
 def _steady(work: StepWork, rates: LaneRates, num_micro: int) -> SimulatedStep:
+    """Simulate steps without clipping: of the updates that may be tried in backward those that begin in time are."""
+    num_tried = sum(unit.is_tried for unit in work.units)
+    found, num_begun = _steady_trying(work, rates, num_micro, num_tried)
+    return found if num_begun == num_tried else _steady_trying(work, rates, num_micro, num_begun)[0]
+
+
+def _steady_trying(
+    work: StepWork, rates: LaneRates, num_micro: int, num_tried: int
+) -> tuple[SimulatedStep, int]:
+    """Simulate steps that try so many updates; return also how many of them begin before the step is decided."""
     num_steps = NUM_STEPS
     while True:
-        steps = StepTasks(work, rates, num_micro)
+        steps = StepTasks(work, rates, num_micro, num_tried)
         ends = [steps.add() for _ in range(num_steps)]
         outcome = simulate(steps.tasks, _speeds(rates))
         before_s, start_s, end_s = (outcome.ends_s[task] for task in ends[-3:])
         is_steady = abs((end_s - start_s) - (start_s - before_s)) <= ALIKE * (end_s - start_s)
         if is_steady or num_steps >= MAX_STEPS:
-            return _last_step(outcome, ends[-1], start_s, end_s)
+            decided_s = outcome.ends_s[steps.decided]
+            num_begun = sum(outcome.starts_s[tried.begun] < decided_s for tried in steps.tried.values())
+            return _last_step(outcome, ends[-1], start_s, end_s), num_begun
         num_steps *= 2
 
 
@@ -243,8 +255,11 @@ class _Buffers:
 class StepTasks:
     """Adds one step after the other to `tasks`."""
 
-    def __init__(self, work: StepWork, rates: LaneRates, num_micro: int) -> None:
+    def __init__(self, work: StepWork, rates: LaneRates, num_micro: int, num_tried: int) -> None:
         self.tasks = Tasks()
+        self._num_tried = num_tried
+        self.tried: dict[int, _Updated] = {}  # updates of the last backward, by unit
+        self.decided = 0  # the task after which the last step is decided
         self._work, self._rates, self._num_micro = work, rates, num_micro
         self._last_use = {use.unit: place for place, use in enumerate(work.backward)}
         self._fetches: dict[int, list[int]] = {}  # units, by the number of uses before their fetches start
@@ -296,15 +311,20 @@ class StepTasks:
             self._forward(micro * of_micro)
             # The states that the step's updates read first may be read from here on.
             self._ahead_from = self._computed
-            self._num_ahead = 0 if work.update_in_backward else work.num_slots
+            self._num_ahead = 0 if work.update_in_backward or self._num_tried else work.num_slots
+            self.tried = {}
             self._backward(micro * of_micro + len(work.forward), closes=micro == self._num_micro - 1)
         if self._computed is None:
             raise AssertionError("a step without any use of a unit")
         last = self._computed
         if not work.update_in_backward:
-            decided = self.tasks.join([last, *self._landed.values()])
+            self.decided = self.tasks.join([last, *self._landed.values()])
+            for number, tried in self.tried.items():
+                home = self.tasks.join([self.decided, tried.home])
+                self._updated[number] = _Updated(tried.begun, home, home)  # too early to deliver
             for number in self._order:
-                self._update(number, decided)
+                if number not in self.tried:
+                    self._updated[number] = self._update(number, self.decided)
         return last
 
     def _forward(self, place: int) -> None:
@@ -415,8 +435,10 @@ class StepTasks:
         if unit.is_staged:
             self._grad_staging.take(landed)
         if closes and work.update_in_backward:
-            self._update(number, landed)
+            self._updated[number] = self._update(number, landed)
             landed = self._updated[number].values
+        elif closes and unit.is_tried and len(self.tried) < self._num_tried:
+            self.tried[number] = self._update(number, landed)
         if unit.passes and not unit.is_staged:
             self._passing.take(landed)
 
@@ -438,19 +460,18 @@ class StepTasks:
 
     # --- updates ---
 
-    def _update(self, number: int, ready: int) -> None:
+    def _update(self, number: int, ready: int) -> _Updated:
         """Add the update of a unit, whose gradient or decision is `ready`."""
         unit = self._work.units[number]
         on_device_s = self._seconds(unit.update, DEVICE_UPDATE)
         if on_device_s and not _is_staged(unit.update):
             task = self.tasks.add(DEVICE_UPDATES, on_device_s, [ready], unit.name)
-            self._updated[number] = _Updated(task, task, task)
-            return
+            return _Updated(task, task, task)
         count = self._num_pieces[number]
         pieces = [self._piece(number, count, ready) for _ in range(count)]
         values, homes = pieces[-1][1], [home for *_, home in pieces]
         home = homes[0] if count == 1 else self.tasks.join([values, *homes])
-        self._updated[number] = _Updated(pieces[0][0], values, home)
+        return _Updated(pieces[0][0], values, home)
 
     def _piece(self, number: int, count: int, ready: int) -> tuple[int, int, int]:
         """Add one of `count` pieces of an update: return its first task, its arithmetic, and its last task."""

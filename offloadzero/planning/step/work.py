@@ -97,6 +97,7 @@ class UnitWork:
     shares_leases: bool = False  # its gradient comes through a lease that units take turns in
     passes: bool = False  # its gradient passes through a buffer on the host
     is_staged: bool = False  # its gradient is added to the one at home
+    is_tried: bool = False  # its update is, in backward: [Note: versions] in update/pipeline.py
 
 
 class UnitUse(NamedTuple):
@@ -199,6 +200,7 @@ def _unit_work(record: Record, plan: MemoryPlan, config: OffloadConfig, num_micr
         shares_leases=not tier.is_device and not record.resident,
         passes=not tier.is_device and not plan.grads_have_homes,
         is_staged=not tier.is_device and plan.grads_have_homes and is_merged,
+        is_tried=record.index in plan.versioned,
     )
 
 

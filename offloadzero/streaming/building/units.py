@@ -15,6 +15,7 @@ from offloadzero.arithmetic.remainders import MASTER_DTYPES
 from offloadzero.config import OffloadConfig, UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.shard import WHOLE, ShardSpec
+from offloadzero.streaming.building.coded_parameters import expect_own_memory, is_coded
 from offloadzero.streaming.building.leaf_modules import leaf_modules
 from offloadzero.streaming.building.shared_memory import expect_memory_of_its_own
 from offloadzero.update.records import Record, make_record
@@ -70,7 +71,7 @@ def cut_units(
 
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
-        param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
+        param_dtype: dtype of all floating-point parameters but those of codes; None keeps each parameter's own.
         spec: the spec of the optimizer.
         group_specs: those of its groups, where they are not all that one; a record has parameters of one spec.
         compact: the compact layout for the states of bf16 parameters.
@@ -84,6 +85,7 @@ def cut_units(
             no trainable parameter can be compact.
     """
     _expect_movable(model)
+    expect_own_memory(model)
     expect_memory_of_its_own(model, group_of=group_of)
     roots = _unit_roots(model, config)
     owned = _assign_parameters(model, roots, config.min_leaf_elements)
@@ -284,7 +286,7 @@ def _by_dtype_and_spec(
     """Return the parameters of each record of a unit. Frozen ones are in the first of those of their dtype."""
 
     def dtype_of(param: nn.Parameter) -> torch.dtype:
-        cast = param_dtype is not None and param.is_floating_point()
+        cast = param_dtype is not None and param.is_floating_point() and not is_coded(param)
         return param_dtype if cast and param_dtype is not None else param.dtype
 
     def spec_of(group_index: int) -> AnySpec:
