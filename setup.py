@@ -14,6 +14,7 @@ from setuptools.command.build_ext import build_ext
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
+    "-g0",  # Python's own flags ask for -g, which made the modules ten times as large
     "-fvisibility=hidden",
     # Adam's arithmetic must round the same in every ISA: no silent a*b+c fusion.
     "-ffp-contract=off",
@@ -23,14 +24,18 @@ COMPILE_ARGS = [
 ]
 
 
+# What a module has of the C++ library, of which a wheel brings its own, stays inside it.
+EXPORTS = "csrc/exports.map"
+
+
 def native_module(name: str, folder: str) -> Extension:
     return Extension(
         f"offloadzero.{name}",
         sources=sorted(glob(f"csrc/{folder}/*.cpp")),
-        depends=sorted([*glob(f"csrc/{folder}/*.h"), *glob("csrc/common/*.h")]),
+        depends=sorted([*glob(f"csrc/{folder}/*.h"), *glob("csrc/common/*.h"), EXPORTS]),
         define_macros=[("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=COMPILE_ARGS,
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", f"-Wl,--version-script={EXPORTS}"],
         language="c++",
         py_limited_api=True,
     )

@@ -15,8 +15,6 @@ namespace offloadzero::aio {
 namespace {
 
 constexpr uint32_t POLYNOMIAL = 0x82F63B78;  // reflected
-constexpr size_t LANES = 3;
-constexpr size_t LINE = 64;
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
@@ -53,6 +51,8 @@ uint32_t sum_with_tables(const char* data, size_t num_bytes) {
     return ~sum;
 }
 
+constexpr size_t LANES = 3;
+
 // Computes the sums of up to LANES blocks of one size.
 using Kernel = void (*)(const char* data, size_t block_size, size_t num_blocks, uint32_t* sums);
 
@@ -61,13 +61,20 @@ void sum_blocks_with_tables(const char* data, size_t block_size, size_t num_bloc
 }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) uint64_t load(const char* data) {
+// For GCC the instruction is a part of sse4.2, for clang a feature of its own.
+#if defined(__clang__)
+#define SSE42 __attribute__((target("sse4.2,crc32")))
+#else
+#define SSE42 __attribute__((target("sse4.2")))
+#endif
+
+SSE42 uint64_t load(const char* data) {
     uint64_t word;
     memcpy(&word, data, sizeof word);
     return word;
 }
 
-__attribute__((target("sse4.2"))) uint32_t sum_rest(uint64_t sum, const char* data, size_t num_bytes) {
+SSE42 uint32_t sum_rest(uint64_t sum, const char* data, size_t num_bytes) {
     for (; num_bytes >= 8; num_bytes -= 8, data += 8) sum = _mm_crc32_u64(sum, load(data));
     auto narrow = static_cast<uint32_t>(sum);
     for (; num_bytes > 0; --num_bytes, ++data)
@@ -75,9 +82,9 @@ __attribute__((target("sse4.2"))) uint32_t sum_rest(uint64_t sum, const char* da
     return ~narrow;
 }
 
-__attribute__((target("sse4.2"))) void sum_blocks_with_sse42(const char* data, size_t block_size,
-                                                             size_t num_blocks, uint32_t* sums) {
+SSE42 void sum_blocks_with_sse42(const char* data, size_t block_size, size_t num_blocks, uint32_t* sums) {
     constexpr uint64_t START = 0xFFFFFFFF;
+    constexpr size_t LINE = 64;
     if (num_blocks < LANES) {
         for (size_t i = 0; i < num_blocks; ++i) sums[i] = sum_rest(START, data + i * block_size, block_size);
         return;

@@ -31,22 +31,33 @@ constexpr size_t PAGE_BYTES = 4096;
 
 size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
+#if defined(__aarch64__)
+uint64_t float_mode() {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+void set_float_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" ::"r"(mode) : "memory"); }
+constexpr uint64_t DEFAULT_FLOAT_MODE = 0;
+#elif defined(__x86_64__)
+unsigned float_mode() { return _mm_getcsr(); }
+void set_float_mode(unsigned mode) { _mm_setcsr(mode); }
+constexpr unsigned DEFAULT_FLOAT_MODE = 0x1F80;
+#else
+#error "the floating-point mode of this architecture is not known"
+#endif
+
 // Round to nearest, subnormals kept, whatever the host program has set for this thread
 // (torch.set_flush_denormal, for one): [Note: Adam arithmetic].
 class DefaultFloatMode {
   public:
-#if defined(__x86_64__)
-    DefaultFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-    ~DefaultFloatMode() { _mm_setcsr(saved_); }
+    DefaultFloatMode() : saved_(float_mode()) { set_float_mode(DEFAULT_FLOAT_MODE); }
+    ~DefaultFloatMode() { set_float_mode(saved_); }
     DefaultFloatMode(const DefaultFloatMode&) = delete;
     DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
 
   private:
-    unsigned saved_;
-#else
-    DefaultFloatMode() {}
-    ~DefaultFloatMode() {}
-#endif
+    decltype(float_mode()) saved_;
 };
 
 size_t block_size(size_t num_elements, int num_threads) {

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -49,13 +49,14 @@ log = logging.getLogger("offloadzero")
 ACCELERATE_MARK = "_is_accelerate_prepared"  # what its prepare() leaves as it is
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def offload(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: ConfigSource,
-) -> tuple[nn.Module, OffloadedOptimizer]:
+) -> tuple[Model, OffloadedOptimizer]:
     """Move the states of `model` and `optimizer` to the tiers that `config` says.
 
     The model stays the same nn.Module, and the loop stays `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
@@ -85,14 +86,14 @@ def offload(
     rank, world_size = join_group(model)
     with telling_others():
         settings = config_of_rank(load_config(config, world_size=world_size), rank, world_size)
-        return _offload(model, optimizer, settle_for_offload(settings))
+        return model, _offload(model, optimizer, settle_for_offload(settings))
 
 
 def _offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     settings: OffloadConfig,
-) -> tuple[nn.Module, OffloadedOptimizer]:
+) -> OffloadedOptimizer:
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=3)
     if isinstance(optimizer, OffloadedOptimizer):
@@ -114,7 +115,7 @@ def _offload(
         # accelerate's prepare(), and with it the Trainer of transformers, would wrap it in DistributedDataParallel.
         model.__dict__[ACCELERATE_MARK] = _Prepared()
         offloaded.runtime.on_restore.append(partial(model.__dict__.pop, ACCELERATE_MARK, None))
-    return model, offloaded
+    return offloaded
 
 
 class _Prepared:

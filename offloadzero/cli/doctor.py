@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     return HURTS if any(one.severity is Severity.HURTS for one in found) else 0
 
 
-def lines_of(facts: Facts, found: Sequence[Finding]) -> list[str]:
+def machine_lines(facts: Facts) -> list[str]:
+    """Return a line about the machine, and one about each directory."""
     lines = [
         f"{facts.device or 'the CPU'} as the device, {facts.usable_cores} cores with {facts.isa} kernels, "
         f"{facts.memory_bytes / 2**30:.1f} GiB of memory, file engine {facts.file_engine}"
@@ -92,6 +93,11 @@ def lines_of(facts: Facts, found: Sequence[Finding]) -> list[str]:
         if drive.read_bytes_per_s is not None and drive.write_bytes_per_s is not None:
             line += f", {drive.read_bytes_per_s / 1e9:.2f} GB/s read, {drive.write_bytes_per_s / 1e9:.2f} GB/s written"
         lines.append(line)
+    return lines
+
+
+def lines_of(facts: Facts, found: Sequence[Finding]) -> list[str]:
+    lines = machine_lines(facts)
     for one in found:
         lines += ["", f"{one.severity.value}: {one.what}", f"    {one.costs}"]
         if one.mend is not None:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from offloadzero import __version__
 from offloadzero.cli import convert, doctor, report
 from offloadzero.cli.bench import adam, nvme
+from offloadzero.cli.demo import command as demo
 from offloadzero.cli.plan import command as plan
 from offloadzero.errors import ConfigError, OffloadError
 
@@ -32,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="offloadzero",
-        description="Offload training states: plan and show runs, measure storage, convert checkpoints.",
+        description="Offload training states: try it, plan and show runs, measure storage, convert checkpoints.",
     )
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -40,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     nvme.add_parser(benches)
     adam.add_parser(benches)
+    demo.add_parser(commands)
     doctor.add_parser(commands)
     plan.add_parser(commands)
     report.add_parser(commands)

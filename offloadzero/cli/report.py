@@ -117,6 +117,7 @@ def page_data(
         "summary": summary(records),
         "facts": tiles,
         "tiers": description.get("tiers", {}),
+        "lane_columns": LANE_COLUMNS,
         "lanes": lane_rows(records),
         "steps": series(records),
         "traces": traces,
@@ -284,8 +285,11 @@ def facts(records: Sequence[Record], description: Mapping[str, Any]) -> list[lis
     return tiles
 
 
+LANE_COLUMNS = ("lane", "bytes per step", "busy", "of the step", "rate", "least time")
+
+
 def lane_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Return lane, bytes per step, busy time, its share of the step, rate, least time: medians."""
+    """Return a row of LANE_COLUMNS for each lane: medians, and the busy time's share of the step."""
     shown = steady(records)
     rows = []
     for lane in sorted({lane for r in shown for lane in (*r["bytes"], *r["lanes_s"])}):

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MINIMUM_TORCH = (2, 8)
-TESTED_TORCH = ("2.8", "2.11", "2.13", "2.14")
+TESTED_TORCH = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14")
 
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]

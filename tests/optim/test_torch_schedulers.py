@@ -72,6 +72,8 @@ def make_adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # Of torch 2.8, whose SequentialLR steps its own schedulers as it tells others not to.
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)
         yield
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import offloadzero
 from tests.repository.test_import_floors import FLOORS
 from tests.support import parity
 
@@ -30,6 +31,17 @@ def test_links_lead_to_files(document: Path) -> None:
         link for link in targets if "://" not in link and link and not (document.parent / link).exists()
     ]
     assert missing == []
+
+
+def test_one_version_is_named_everywhere() -> None:
+    version = re.escape(offloadzero.__version__)
+    for name, where in {
+        "pyproject.toml": rf'^version = "{version}"$',
+        "CITATION.cff": rf"^version: {version}$",
+        "CHANGELOG.md": rf"^## {version} ",
+        "README.md": rf"offloadzero-{version}-cp310",
+    }.items():
+        assert re.search(where, (ROOT / name).read_text(), re.MULTILINE), name
 
 
 def test_the_site_has_every_document() -> None:

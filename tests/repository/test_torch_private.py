@@ -61,7 +61,8 @@ def refusals() -> dict[str, str]:
 @pytest.mark.parametrize("name", looked_up_names())
 def test_a_torch_without_the_name_is_refused_at_import(name: str, refusals: dict[str, str]) -> None:
     assert refusals[name] == (
-        "offloadzero needs torch >= 2.8 (tested with 2.8, 2.11, 2.13, 2.14): torch 2.7.1 has no torch." + name
+        "offloadzero needs torch >= 2.8 (tested with 2.8, 2.9, 2.10, 2.11, 2.12, 2.13, 2.14): "
+        "torch 2.7.1 has no torch." + name
     )
 
 
