@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -20,7 +18,7 @@ from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.device import Device
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.hardware import Hardware, Memory, describe, kept_hardware
-from offloadzero.planning.machine import available_host_bytes, free_disk_bytes, nearest_directory
+from offloadzero.planning.machine import available_host_bytes, drive_bytes
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     Needs,
@@ -94,7 +92,7 @@ def plan_engine(
     if config.versions is None and not plan.versioned and group.is_first:
         wanted = versioned_records(records, config, plan.placement)
         if wanted:
-            log.warning(
+            log.info(
                 "the updates of %d units begin when backward has ended: second places of their states, which let them "
                 "begin in it, do not fit (offloadzero.versions, offloadzero.budgets)",
                 len(wanted),
@@ -194,11 +192,9 @@ def _available(
     free_bytes = device.free_bytes()
     if free_bytes is not None:
         available[TierName.DEVICE] = free_bytes
-    if directories:
-        existing = [nearest_directory(directory) for directory in directories]
-        drives = Counter(os.stat(directory).st_dev for directory in existing)
-        of_each = [free_disk_bytes(path) // drives[os.stat(path).st_dev] for path in existing]
-        available[TierName.NVME] = min(of_each) * len(of_each) // num_local_ranks
+    nvme = drive_bytes(directories)
+    if nvme is not None:
+        available[TierName.NVME] = nvme // num_local_ranks
     return available
 
 

@@ -97,7 +97,7 @@ class MemoryPlan:
     gradient_piece_bytes: int = 0  # of one that is reduced in another dtype
     # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
     near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
-    versioned: frozenset[int] = frozenset()  # the records with two places on nvme
+    versioned: frozenset[int] = frozenset()  # the records with two places
     choice: tuple[str, ...] = ()  # sentences on how "auto" has chosen by time, and what would be slower
 
     def tier_bytes(self, tier: TierName) -> int:
@@ -224,22 +224,25 @@ def plan_memory(
             plan = _move_grads_to_nvme(records, plan, host_budget, plan_of)
         return plan
 
-    plan = plan_with(Versions.ALL)
+    plan = plan_with(Versions.STATES_ON_NVME)
     if config.versions is None and plan.versioned:
         plain = plan_with(Versions.NONE)
-        choices = (plan, plan_with(Versions.ON_NVME))
+        choices = (plan, plan_with(Versions.ALL_ON_NVME))
         plan = next((plan for plan in choices if _has_room(plan, plain, config, available)), plain)
     _check_budgets(plan, config)
     return plan
 
 
-FREE_TENTHS = 9  # of what a machine has, that second places may fill up to
+FREE_HOST_TENTHS = 5  # of the memory that a machine has, to which second places may fill it
 
 
 def _has_room(
     plan: MemoryPlan, plain: MemoryPlan, config: OffloadConfig, available: Mapping[TierName, int]
 ) -> bool:
-    """Whether second places fit beside all else, which stays where it is in the `plain` plan."""
+    """Whether second places fit beside all else, which stays where it is in the `plain` plan.
+
+    They are no need: a drive keeps room for as much again as is needed, a checkpoint or another training.
+    """
     if any(plain.placement[key] is not tier for key, tier in plan.placement.items()):
         return False
     for tier in (TierName.HOST, TierName.NVME):
@@ -250,7 +253,12 @@ def _has_room(
             return False
         if tier.is_host_memory and TierName.DEVICE not in available:  # the device's memory is the host's
             needed += plan.tier_bytes(TierName.DEVICE)
-        if tier in available and needed > available[tier] * FREE_TENTHS // 10:
+        free = available.get(tier)
+        if free is not None and tier.is_host_memory:
+            free = free * FREE_HOST_TENTHS // 10
+        elif free is not None:
+            free -= plain.tier_bytes(tier)
+        if free is not None and needed > free:
             return False
     return True
 

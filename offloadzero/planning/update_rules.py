@@ -52,23 +52,25 @@ def keeps_gradients(config: OffloadConfig) -> bool:
 class Versions(str, Enum):
     """Which records have two places: [Note: versions] in update/pipeline.py."""
 
-    ALL = "all"  # with states on nvme, and any in host memory
-    ON_NVME = "on nvme"  # with all states on nvme
+    STATES_ON_NVME = "states on nvme"  # the parameters there or in host memory
+    ALL_ON_NVME = "all on nvme"
     NONE = "none"
 
 
 def versioned_records(
-    records: Iterable[Record], config: OffloadConfig, placement: Placement, versions: Versions = Versions.ALL
+    records: Iterable[Record],
+    config: OffloadConfig,
+    placement: Placement,
+    versions: Versions = Versions.STATES_ON_NVME,
 ) -> frozenset[int]:
     """The records whose updates are tried in backward, in a second place: [Note: versions] in update/pipeline.py."""
     if versions is Versions.NONE or config.versions is False or updates_in_backward(config):
         return frozenset()
 
-    def may_be(record: Record) -> bool:
-        homes = [placement[record.index, kind] for kind in record.layout]
-        of_files = [home.is_file for home in homes]
-        is_served = any(of_files) if versions is Versions.ALL else all(of_files)
-        return is_served and not any(home.is_device for home in homes)
+    def is_served(record: Record, kind: SegmentKind) -> bool:
+        home = placement[record.index, kind]
+        may_be_host = kind is SegmentKind.PARAM and versions is Versions.STATES_ON_NVME
+        return home.is_file or (may_be_host and home.is_host_memory)
 
     return frozenset(
         record.index
@@ -76,6 +78,7 @@ def versioned_records(
         if record.kept_trainable
         and record.is_trained_whole
         and not record.keeps_whole_params
-        and may_be(record)
+        and any(placement[record.index, kind].is_file for kind in record.layout)
+        and all(is_served(record, kind) for kind in record.layout)
         and not placement[record.index, SegmentKind.GRAD].is_device
     )

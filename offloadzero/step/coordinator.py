@@ -421,8 +421,8 @@ class StepCoordinator:
         """Return the update to try when the gradient has landed: [Note: versions] in update/pipeline.py."""
         if self._trial_scale is None or not gradient.record.has_versions:
             return None
-        before = self._changes.update_ticket(gradient.record.index)
-        return Trial(gradient, self._account, before=before, grad_scale=self._trial_scale)
+        before, count = self._changes.update_ticket(gradient.record.index), self._decider.trial_count
+        return Trial(gradient, self._account, before=before, grad_scale=self._trial_scale, count=count)
 
     def _make_job(self, gradient: RecordGradient, account: Account) -> UpdateJob:
         return UpdateJob(gradient, account, before=self._changes.update_ticket(gradient.record.index))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,13 +15,12 @@ from offloadzero.errors import NonFiniteError, OffloadError
 from offloadzero.memory.tickets import Failures
 from offloadzero.ranks.group import Group, TakenStep
 from offloadzero.ranks.mesh import is_divided_by_tensor_parallelism
-from offloadzero.step.job import Account, StepJobs, Trial, UpdateJob, names_text
+from offloadzero.step.job import Account, StepJobs, Trial, TrialCount, UpdateJob, names_text
 from offloadzero.step.step_decision import (
-    NUM_STEPS_SEEN,
     LossScale,
+    TrialPolicy,
     decide_step,
     plain_scale,
-    tries_updates,
 )
 
 log = logging.getLogger("offloadzero")
@@ -61,7 +59,8 @@ class Decider:
         self._skip_nonfinite = skip_nonfinite
         self._is_scaled = loss_scale is not None
         self.scale = LossScale.initial(loss_scale)
-        self._were_plain: deque[bool] = deque(maxlen=NUM_STEPS_SEEN)  # the last decisions
+        self._trials = TrialPolicy()
+        self.trial_count = TrialCount()
         self.num_skipped = 0  # in all steps so far
         self._num_skips = 0  # in this process
 
@@ -116,7 +115,7 @@ class Decider:
 
         [Note: versions] in update/pipeline.py.
         """
-        return plain_scale(self.scale.scale) if tries_updates(self._were_plain) else None
+        return plain_scale(self.scale.scale) if self._trials.tries else None
 
     def decide_one(self, job: UpdateJob | Trial) -> bool:
         """Decide over a job of backward whose gradient is home; return whether it has begun, else it is cancelled.
@@ -169,9 +168,9 @@ class Decider:
         if decision.apply:
             for job in step.jobs:
                 job.begin(grad_scale=decision.grad_scale)
-            self._note_plain(step, is_plain=decision.is_plain(scale.scale))
+            self._note_trials(step, is_plain=decision.is_plain(scale.scale))
             return step.in_order()
-        self._note_plain(step, is_plain=False)
+        self._note_trials(step, is_plain=False)
         names = self._non_finite(step)
         if not self._skip_nonfinite:
             self.refuse(step.account, names)  # before any waiting thread can see it
@@ -181,10 +180,12 @@ class Decider:
             job.cancel()
         return []
 
-    def _note_plain(self, step: StepJobs, *, is_plain: bool) -> None:
-        """Note whether trials are, or would have been, of use: `tries_updates`. Scripts may clip, too, or set an lr."""
-        in_vain = any(job.was_tried_in_vain or job.gradient.factors for job in step.jobs)
-        self._were_plain.append(is_plain and not in_vain)
+    def _note_trials(self, step: StepJobs, *, is_plain: bool) -> None:
+        self._trials = self._trials.after_step(
+            is_plain=is_plain,
+            num_begun=self.trial_count.take(),
+            num_adopted=sum(job.adopted is not None for job in step.jobs),
+        )
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
         """The squared norms on which the decision rests; none where there is nothing to decide."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from offloadzero.errors import OffloadError
-from offloadzero.memory.tickets import FINISHED, Promise, Ticket, unfinished
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket, unfinished
 from offloadzero.step.record_gradient import RecordGradient, end_trial
 from offloadzero.step.step_decision import StepDecision
 from offloadzero.update.pipeline import RecordUpdate
@@ -59,6 +59,18 @@ class Account:
         self.refused = error
 
 
+@dataclass
+class TrialCount:
+    """Counts the trials since the last decision. On the pipeline's thread."""
+
+    num_begun: int = 0
+
+    def take(self) -> int:
+        """Return the number, and begin anew."""
+        num_begun, self.num_begun = self.num_begun, 0
+        return num_begun
+
+
 class Trial(RecordUpdate):
     """An update that is tried before its step is decided: [Note: versions] in update/pipeline.py.
 
@@ -69,13 +81,20 @@ class Trial(RecordUpdate):
     is_trial = True
 
     def __init__(
-        self, gradient: RecordGradient, account: Account, *, before: Ticket, grad_scale: float
+        self,
+        gradient: RecordGradient,
+        account: Account,
+        *,
+        before: Ticket,
+        grad_scale: float,
+        count: TrialCount,
     ) -> None:
-        """Make a trial that has the factor `grad_scale`; the other arguments are those of `UpdateJob`."""
+        """Make a trial with the factor `grad_scale`, which `count` counts; the rest is as for `UpdateJob`."""
         super().__init__(gradient.record, account.hypers, before=before)
         self.gradient = gradient
         self.account = account
         self.grad_scale = grad_scale
+        self._count = count
         self._lock = threading.Lock()
         self.is_given_up = False
         self.has_begun = False
@@ -91,11 +110,13 @@ class Trial(RecordUpdate):
             if reads is None or self._grad is None or not self.gradient.is_full:
                 self._end()
                 return False
+            self.before = AllOf([self.before, *reads])  # the record's last trial writes where this one will
             reads.append(self.ticket)  # a script's write comes after it
             self._num_edits = self.record.edits.num_begun
             counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
             self.ranges = [replace(r, step=r.step + counts[r.group_index]) for r in self.gradient.ranges()]
             self.has_begun = True
+            self._count.num_begun += 1
             return True
 
     def give_up(self) -> Ticket:
@@ -132,7 +153,6 @@ class UpdateJob(RecordUpdate):
         super().__init__(gradient.record, account.hypers, before=before)
         self.gradient = gradient
         self.account = account
-        self.was_tried_in_vain = False
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""
@@ -148,7 +168,6 @@ class UpdateJob(RecordUpdate):
         trial = self.gradient.trial
         if trial is not None and trial.has_done(self):
             self.adopted = trial.ticket
-        self.was_tried_in_vain = trial is not None and trial.has_begun and self.adopted is None
         end_trial(self.gradient)
 
     def release_gradient(self) -> None:

@@ -42,8 +42,6 @@ class Borrowed:
 class Tried(Protocol):
     """An update that reads a gradient before its step is decided."""
 
-    has_begun: bool
-
     @property
     def ticket(self) -> Ticket:
         """Done when all of it is home."""

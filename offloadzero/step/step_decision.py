@@ -29,18 +29,6 @@ def plain_scale(loss_scale: float) -> float:
     return float(np.float32(1.0 / loss_scale))
 
 
-NUM_STEPS_SEEN = 8
-
-
-def tries_updates(were_plain: Sequence[bool]) -> bool:
-    """Whether to try the next step's updates before it is decided, by whether the last steps were applied as they are.
-
-    A trial that comes to nothing costs the drive's time in backward, which is idle otherwise, and the end of the unit
-    that is at it; one that is adopted saves that time: so they are tried unless most of the last steps were clipped.
-    """
-    return 2 * sum(were_plain) >= len(were_plain)
-
-
 def decide_step(sq_norms: Sequence[float], *, loss_scale: float, max_norm: float) -> StepDecision:
     """Decide from the squared norms of the scaled gradients of all parameters; their order does not matter.
 
@@ -52,6 +40,40 @@ def decide_step(sq_norms: Sequence[float], *, loss_scale: float, max_norm: float
         return StepDecision(apply=False, grad_scale=0.0, grad_norm=norm)
     factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
     return StepDecision(apply=True, grad_scale=float(np.float32(factor / loss_scale)), grad_norm=norm)
+
+
+NUM_STEPS_SEEN = 8  # and the first pause of trials, which doubles
+MAX_PAUSE = 512
+
+
+@dataclass(frozen=True)
+class TrialPolicy:
+    """Whether the next step's updates are tried: [Note: versions] in update/pipeline.py.
+
+    A trial that comes to nothing costs the drive's time in backward, and the end of the unit that is at it; one that is
+    adopted saves that time. So nothing is tried while most of the last steps were clipped. Where trials come to nothing
+    for another reason (a script edits gradients or states, or accumulates by hand), they pause for ever more steps.
+    """
+
+    were_plain: tuple[
+        bool, ...
+    ] = ()  # whether the last steps were applied as they are, neither skipped nor clipped
+    pause: int = 0  # steps that are left without trials
+    next_pause: int = NUM_STEPS_SEEN
+
+    @property
+    def tries(self) -> bool:
+        """Whether the next step's updates are tried."""
+        return not self.pause and 2 * sum(self.were_plain) >= len(self.were_plain)
+
+    def after_step(self, *, is_plain: bool, num_begun: int, num_adopted: int) -> TrialPolicy:
+        """The policy after a step in which so many trials began, and so many were adopted."""
+        pause, next_pause = max(0, self.pause - 1), self.next_pause
+        if is_plain and 2 * num_adopted < num_begun:
+            pause, next_pause = next_pause, min(2 * next_pause, MAX_PAUSE)
+        elif num_adopted:
+            next_pause = NUM_STEPS_SEEN
+        return TrialPolicy((*self.were_plain, is_plain)[-NUM_STEPS_SEEN:], pause, next_pause)
 
 
 @dataclass(frozen=True)

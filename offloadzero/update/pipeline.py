@@ -9,13 +9,14 @@ updated there, on a lane of its own: [Note: forms of the update] in update/adam_
 
 [Note: versions]
 Where a step must know all gradients before it changes a state (clipping, loss scaling, several ranks), its updates
-would begin when backward ends, and the drive would idle until then. A record whose states all live on NVMe may have two
-places there. Its update can then be tried while backward runs: as if the step were applied with the factor that most
-steps have, 1 over the loss scale. A trial reads the present version and writes the next one, which nobody reads. The
-step that follows is one like any other, with its decision and its jobs. A job whose trial has done exactly what it
-would do (the same hyperparameters, ranges, factor; neither states nor gradient written since) adopts it: the two places
-are exchanged, and the update is over. Any other job updates the present version from the gradient, which is kept till
-then as ever. So a trial changes when bytes move and never which: if it is wrong, late or not begun, only time is lost.
+would begin when backward ends, and the drive would idle until then. A record whose states live on NVMe may have two
+places for them, and for its parameters there or in host memory. Its update can then be tried while backward runs: as if
+the step were applied with the factor that most steps have, 1 over the loss scale. A trial reads the present version and
+writes the next one, which nobody reads. The step that follows is one like any other, with its decision and its jobs. A
+job whose trial has done exactly what it would do (the same hyperparameters, ranges, factor; neither states nor gradient
+written since) adopts it: the two places are exchanged, and the update is over. Any other job updates the present
+version from the gradient, which is kept till then as ever. So a trial changes when bytes move and never which: if it is
+wrong, late or not begun, only time is lost.
 
 Trials wait behind all other work, one record at a time. When a step is decided those that have not begun are given up,
 and their records are updated in the order in which the next forward needs them.

@@ -51,7 +51,7 @@ class Edits:
     """Keeps the writes of scripts to a record's states apart from reads ahead of its update: [Note: reading ahead]."""
 
     def __init__(self) -> None:
-        self.num_begun = 0  # writes other than updates
+        self.num_begun = 0  # changes other than updates in place
         self._lock = threading.Lock()
         self._num_running = 0
         self._reads: list[Ticket] = []  # reads ahead that may not be complete
@@ -62,6 +62,11 @@ class Edits:
             self.num_begun += 1
             self._num_running += 1
             return AllOf(self._reads)
+
+    def note(self) -> None:
+        """Count a change that is home already."""
+        with self._lock:
+            self.num_begun += 1
 
     def end(self) -> None:
         """End an announced write, which is home or is not to be."""
@@ -269,9 +274,10 @@ class Record:
         return self.segments[SegmentKind.PARAM].has_versions
 
     def flip(self) -> None:
-        """Let the next version of the states be the present one."""
+        """Let the next version of the states be the present one. What was read ahead is of the former one."""
         for kind in self.layout:
             self.segments[kind].flip()
+        self.edits.note()
 
     @property
     def updates_on_device(self) -> bool:

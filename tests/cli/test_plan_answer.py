@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.answer import Planner, Question, building_notes, drive_bytes, in_memory
+from offloadzero.cli.plan.answer import Planner, Question, building_notes, in_memory
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine import planned_model
@@ -25,6 +25,7 @@ from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_file
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import MAX_BUDGET, memory_with, needed, with_keys
 from offloadzero.planning.hardware import Memory
+from offloadzero.planning.machine import drive_bytes
 from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.streaming.building.waiting_parameters import file_bytes
 from offloadzero.update.spec import UpdateForm

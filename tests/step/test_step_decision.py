@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadzero.config import LossScaleConfig
-from offloadzero.step.step_decision import LossScale, decide_step
+from offloadzero.step.step_decision import LossScale, TrialPolicy, decide_step
 
 
 def squared_norms(gradients: list[torch.Tensor]) -> list[float]:
@@ -164,3 +165,49 @@ def test_by_hand(name: str) -> None:
         state = state.after_step(finite=step == "+")
         scales.append(state.scale)
     assert scales == expected
+
+
+# --- when updates are tried ---
+
+
+def after(*steps: tuple[bool, int, int]) -> TrialPolicy:
+    policy = TrialPolicy()
+    for is_plain, num_begun, num_adopted in steps:
+        policy = policy.after_step(is_plain=is_plain, num_begun=num_begun, num_adopted=num_adopted)
+    return policy
+
+
+ADOPTED, CLIPPED, UNTRIED, IN_VAIN = (True, 4, 4), (False, 4, 0), (True, 0, 0), (True, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "tries"),
+    [
+        ([], True),
+        ([ADOPTED] * 3, True),
+        ([ADOPTED, CLIPPED], True),
+        ([CLIPPED], False),
+        ([CLIPPED] * 8, False),
+        ([CLIPPED] * 8 + [UNTRIED] * 3, False),
+        ([CLIPPED] * 8 + [UNTRIED] * 4, True),
+        ([IN_VAIN], False),
+        ([IN_VAIN] + [UNTRIED] * 7, False),
+        ([IN_VAIN] + [UNTRIED] * 8, True),
+    ],
+)
+def test_updates_are_tried_unless_most_came_to_nothing(
+    steps: list[tuple[bool, int, int]], tries: bool
+) -> None:
+    assert after(*steps).tries is tries
+
+
+def test_trials_in_vain_pause_ever_longer_and_one_that_is_adopted_begins_anew() -> None:
+    policy, tried = TrialPolicy(), []
+    for step in range(2000):
+        if policy.tries:
+            tried.append(step)
+        policy = policy.after_step(is_plain=True, num_begun=4 * policy.tries, num_adopted=0)
+    gaps = [later - earlier for earlier, later in pairwise(tried)]
+    assert gaps[:3] == [9, 17, 33]
+    assert max(gaps) == 513
+    assert after(IN_VAIN, *[UNTRIED] * 8, IN_VAIN, *[UNTRIED] * 16, ADOPTED).next_pause == 8

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from offloadzero.memory.nvme import NvmeTier
+from offloadzero.memory.tickets import Promise, Ticket
+from offloadzero.step.decider import Decider
 from offloadzero.step.job import Trial
 from tests.support.faults import delays, observes
 from tests.support.versions import (
+    ADOPTED,
+    AGAIN,
     ALL,
     CLIPS,
     NEVER_CLIPS,
@@ -26,6 +34,7 @@ from tests.support.versions import (
     compare,
     running,
     steps,
+    trials,
 )
 
 Edit = Callable[[Run], object]
@@ -240,3 +249,97 @@ def test_a_state_is_written_while_its_trial_runs(tmp_path: Path) -> None:
             run.step()
             run.runtime.changes.wait_updates()
         assert order == ["begun", "computed", "written", "begun", "computed"]
+
+
+class TwoBlocks(nn.Module):
+    """Blocks that a script may use apart from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.rest = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, block: int) -> Any:
+        return self.blocks[block](x).square().mean()
+
+
+def test_states_that_were_read_ahead_are_of_the_place_before(tmp_path: Path) -> None:
+    """Of two micro batches the first tries its update and the second, as steps were clipped since, reads ahead."""
+
+    def weights_after(*, versions: bool) -> tuple[Tensor, Counter[str]]:
+        torch.manual_seed(0)
+        decides = threading.Event()
+        keys = {"gradient_clipping": 1.0, "bf16": None}
+        with running(tmp_path, versions=versions, by_engine=False, make=TwoBlocks, **keys) as run:
+            model, optimizer, runtime = run.model, run.optimizer, run.runtime
+            x = torch.randn(4, 64)
+            with observes("decider.decide", before=lambda _: decides.wait(20)):
+                (model(x, 1) * 1e4).backward()  # clipped, and decided late
+                run.step()
+                model(x, 0).backward()
+                decides.set()
+                for trial in trials(runtime):
+                    trial.ticket.wait()
+                runtime.changes.wait_updates()
+                (model.rest * 0.01).sum().backward()  # type: ignore[operator]
+                run.step()
+                runtime.changes.wait_updates()
+            model(x, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return run.states()["blocks.0 exp_avg"], run.counts
+
+    expected, _ = weights_after(versions=False)
+    found, counts = weights_after(versions=True)
+    assert counts[ADOPTED] == 1
+    assert torch.equal(found, expected)
+
+
+def test_a_trial_comes_after_the_last_one_of_its_unit(tmp_path: Path) -> None:
+    """A write of a trial that came to nothing is slow: it must not come after those of the next one, to that place."""
+
+    def weights_after(*, versions: bool) -> tuple[Tensor, Counter[str]]:
+        torch.manual_seed(0)
+        goes_on, is_armed = threading.Event(), [False]
+        submit = NvmeTier.submit
+
+        def held(tier: NvmeTier, verb: str, *given: Any, **options: Any) -> Ticket:
+            if verb != "write" or not options["label"].endswith("exp_avg") or not is_armed[0]:
+                return submit(tier, verb, *given, **options)
+            is_armed[0], written = False, Promise()
+
+            def later() -> None:
+                goes_on.wait(20)
+                written.fulfil(submit(tier, verb, *given, **options))
+
+            threading.Thread(target=later, daemon=True).start()
+            return written
+
+        keys = {"gradient_clipping": 1e6, "bf16": None}
+        with (
+            patch.object(NvmeTier, "submit", held),
+            patch.object(Decider, "trial_scale", lambda _: 1.0),  # without a pause
+            running(tmp_path, versions=versions, by_engine=False, make=TwoBlocks, **keys) as run,
+        ):
+            x = torch.randn(4, 64)
+            for number in range(3):
+                is_armed[0] = versions and number == 1
+                run.model(x * (number + 1), 0).backward()
+                if number == 1:
+                    for trial in trials(run.runtime):
+                        trial.ticket.wait_fulfilled()
+                    run.optimizer.param_groups[0]["lr"] = 5e-3  # what was tried comes to nothing
+                else:
+                    threading.Timer(0.3, goes_on.set).start() if number else None
+                    for trial in trials(run.runtime):
+                        trial.ticket.wait()
+                run.step()
+                if number < 1:
+                    run.runtime.changes.wait_updates()
+            goes_on.set()
+            return run.states()["blocks.0 exp_avg"], run.counts
+
+    expected, _ = weights_after(versions=False)
+    found, counts = weights_after(versions=True)
+    assert counts[AGAIN] == 1
+    assert torch.equal(found, expected)

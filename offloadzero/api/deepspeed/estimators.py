@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,7 +202,12 @@ def _estimate(model: nn.Module, stage: int, *, num_local: int, num_nodes: int, n
     }
     planned = [
         # What there is matters to "auto" alone, which no row has.
-        plan_model(model, load_config(source, world_size=num_local * num_nodes), available={}, form=form)
+        plan_model(
+            model,
+            replace(load_config(source, world_size=num_local * num_nodes), versions=False),  # what is needed
+            available={},
+            form=form,
+        )
         for source in sources.values()
     ]
     first = planned[0]

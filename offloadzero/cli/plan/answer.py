@@ -21,7 +21,6 @@ Every change is planned again before it is named: the named configuration is acc
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,8 +40,6 @@ from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.memory.nvme import STRIPE_BYTES
-from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.planning.engine_plan import (
@@ -61,7 +58,7 @@ from offloadzero.planning.engine_plan import (
     with_keys,
 )
 from offloadzero.planning.hardware import Hardware, Memory
-from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, free_disk_bytes, nearest_directory
+from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, nearest_directory
 from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_nvme
 from offloadzero.planning.model.shapes import MAX_LAYERS, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
@@ -498,30 +495,3 @@ def _check_budgets(planned: PlannedModel, trace: MicroBatchTrace | None) -> None
                 "offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget.",
                 needed={tier.value: of_plan + taken},
             )
-
-
-def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:
-    """Return the bytes that the swap files in these directories can hold together; None without any.
-
-    The files are of equal size, and directories on one filesystem share its space. What killed runs left there is
-    removed by the next start, so it counts as free.
-    """
-    if not paths:
-        return None
-    drives: dict[int, list[Path]] = {}
-    for path in paths:
-        drives.setdefault(drive_of(path), []).append(path)
-    per_file = min(
-        # A directory may have two names here.
-        (free(members[0]) + sum(map(stale_bytes, {path.resolve() for path in members}))) // len(members)
-        for members in drives.values()
-    )
-    per_file -= MARK_BYTES
-    if len(paths) > 1:
-        per_file = per_file // STRIPE_BYTES * STRIPE_BYTES
-    return max(0, per_file) * len(paths)
-
-
-def drive_of(path: Path) -> int:
-    """Return the filesystem of a directory, or the one that it would be made on, by `st_dev`."""
-    return os.stat(nearest_directory(path)).st_dev

@@ -247,10 +247,11 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     drives that the configuration names.
     """
     from offloadzero.cli.plan import measure
-    from offloadzero.cli.plan.answer import Question, drive_bytes, in_memory
+    from offloadzero.cli.plan.answer import Question, in_memory
     from offloadzero.engine.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
     from offloadzero.planning.hardware import Memory, read_hardware
+    from offloadzero.planning.machine import drive_bytes
     from offloadzero.planning.model.shapes import read_model
 
     model = replace(read_model(args.model), adapter_rank=args.lora or 0)

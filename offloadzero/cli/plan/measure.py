@@ -39,7 +39,6 @@ from torch import nn
 from offloadzero.cli.bench.adam import Records
 from offloadzero.cli.bench.nvme import measure_paths
 from offloadzero.cli.output import Progress
-from offloadzero.cli.plan.answer import drive_bytes, drive_of
 from offloadzero.cli.plan.computation import (
     NotMeasuredError,
     best_s,
@@ -70,6 +69,8 @@ from offloadzero.planning.hardware import (
 from offloadzero.planning.machine import (
     available_host_bytes,
     cores_beside_launching,
+    drive_bytes,
+    drive_of,
     host_bytes_before,
     memlock_bytes,
     nearest_directory,
