@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ IGNORED = -100  # a label that the losses of transformers leave out
 INTERRUPTED = 130
 MASKED_SHARE = 0.15
 TEXTS = ("text", "prompt", "completion")
+DEFAULT_LR = 1e-5
 LINE_STEPS = 10  # a line each so many, where there is no terminal for a bar
 HELD_OUT = 20  # one of so many blocks is for evaluation
 
@@ -60,6 +61,7 @@ def finetune(args: argparse.Namespace) -> int:
         raise ValueError(f"--model {args.model}: no folder of a model, it has no config.json")
     if args.output.resolve() == args.model.resolve():
         raise ValueError(f"--output {args.output}: is the folder of --model, which would be overwritten")
+    args.lr = learning_rate(args)
     config = str(args.config) if args.config else default_config(args)
     # Rank 0 before it joins the others: they wait for it in init_distributed(), and their launcher ends them with it.
     if not args.no_plan and os.environ.get("RANK", "0") == "0":
@@ -75,6 +77,18 @@ def finetune(args: argparse.Namespace) -> int:
     finally:
         engine.close()
     return INTERRUPTED if is_interrupted else 0
+
+
+def learning_rate(args: argparse.Namespace) -> float:
+    """The rate of --lr, else of the optimizer in --config, which must have one, else the default."""
+    config: Any = {"optimizer": {}}
+    if args.config:
+        with suppress(ValueError):  # the library says what is wrong with it
+            config = json.loads(args.config.read_text())
+    if isinstance(config, dict) and "optimizer" not in config:
+        raise ValueError(f'--config {args.config}: it has no "optimizer", such as {{"type": "AdamW"}}')
+    given = config["optimizer"].get("params", {}).get("lr") if isinstance(config, dict) else None
+    return args.lr or given or DEFAULT_LR
 
 
 def default_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -277,12 +291,12 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
             if is_first and not is_shown and engine.global_steps % LINE_STEPS == 0:
                 print(f"step {engine.global_steps}/{num_steps}: {loss}", flush=True)
             is_last = engine.global_steps == num_steps
+            if is_last or num_asked or engine.global_steps % args.save_every == 0:
+                engine.save_checkpoint(str(checkpoints), tag="last", client_state={"started": started})
             if is_last or (args.eval_every and engine.global_steps % args.eval_every == 0):
                 held_out = evaluate(engine, blocks, size)
                 if is_first:
                     tqdm.write(f"step {engine.global_steps}/{num_steps}: evaluation loss {held_out:.4f}")
-            if is_last or num_asked or engine.global_steps % args.save_every == 0:
-                engine.save_checkpoint(str(checkpoints), tag="last", client_state={"started": started})
             if num_asked and not is_last:
                 if is_first:
                     tqdm.write(
@@ -396,7 +410,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=count, default=1, help="blocks per rank at a time")
     parser.add_argument("--accumulation", type=count, default=8, help="micro batches per step")
     parser.add_argument("--seq-len", type=count, default=1024)
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, help=f"that of --config, else {DEFAULT_LR:g}, when absent")
     parser.add_argument("--eval-every", type=count, default=100, metavar="STEPS")
     parser.add_argument("--save-every", type=count, default=500, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)

@@ -306,16 +306,19 @@ def is_offloaded(param: Tensor) -> bool:
     return isinstance(param, _Offloaded)
 
 
+_MOVES = ("to", "cpu", "cuda", "xpu", "hpu", "ipu")
+
+
 @functools.cache
 def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
     """Return the classes of a parameter of class `original`, present and away."""
     if original is nn.Parameter:
         return PresentParameter, AwayParameter
     # Libraries ask for the class by its name. Its own ways of moving, which may quantise, would take its memory.
-    own = [kind for kind in original.__mro__ if kind not in nn.Parameter.__mro__]
-    methods = {name for kind in own for name in vars(kind) if not name.startswith("__")}
-    of_torch = {name: getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
-    names = {"__module__": original.__module__, **of_torch}
+    names = {
+        "__module__": original.__module__,
+        **{each: getattr(torch.Tensor, each) for each in _MOVES if hasattr(torch.Tensor, each)},
+    }
     return (
         type(original.__name__, (PresentParameter, original), dict(names)),
         type(original.__name__, (AwayParameter, original), dict(names)),

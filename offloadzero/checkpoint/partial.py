@@ -95,6 +95,10 @@ def expect_new(path: Path) -> None:
     is_empty = path.is_dir() and not path.is_symlink() and not os.listdir(path)
     if os.path.lexists(path) and not is_empty:
         raise ConfigError("DST", str(path), "is there: give a name that is free, or an empty directory")
+    if os.path.ismount(path):
+        raise ConfigError(
+            "DST", str(path), "is a mount point, which no folder can replace: name a folder in it"
+        )
     if not path.parent.is_dir():
         raise ConfigError("DST", str(path), "its parent directory is not there")
 

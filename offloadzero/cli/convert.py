@@ -76,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         what = f'load_checkpoint("{destination}"' + (")" if model.states else ", load_module_only=True)")
         written = f"{destination / tag}: engine.{what}"
     else:
+        adapted = next((name for name in model.weights if name.startswith("base_model.model.")), None)
+        if adapted is not None:
+            allowed = f"a checkpoint without adapters of PEFT ({adapted}): save_pretrained() of the model writes them"
+            raise ConfigError("SRC", str(source), allowed)
         dtype = folder.DTYPES.get(args.dtype)
         with ProgressBar(folder.bytes_of_folder(model, dtype)) as bar:
             folder.write_folder(

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from offloadzero.api.checkpoints import EngineCheckpoints
 from offloadzero.api.optimizer import ACCELERATE_MARK, OffloadedOptimizer
 from offloadzero.errors import ConfigError
 
 _STATES = "offloadzero"  # the folder of the states in a checkpoint of the Trainer
+
+
+def _remove_older(folder: Path) -> None:
+    """Of a model in one file and one in shards, keep the one that was written last; loading takes the one file."""
+    found = [folder / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    if all(path.exists() for path in found):
+        min(found, key=lambda path: path.stat().st_mtime_ns).unlink()
 
 
 class CollectiveSaving:
@@ -27,7 +35,7 @@ class CollectiveSaving:
     `save_on_each_node`.
     """
 
-    max_shard_size = "500MB"  # as that of `save_pretrained`
+    max_shard_size = "500MB"
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
@@ -74,6 +82,8 @@ class CollectiveSaving:
             optimizer.runtime.read_by_first(save)
         finally:
             del vars(model)["save_pretrained"]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            _remove_older(Path(output_dir or self.args.output_dir))  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self._offloaded()

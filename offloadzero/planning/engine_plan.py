@@ -17,8 +17,8 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.device import Device
 from offloadzero.observe.texts import format_bytes
-from offloadzero.planning.hardware import Hardware, Memory, describe, kept_hardware
-from offloadzero.planning.machine import available_host_bytes, drive_bytes
+from offloadzero.planning.hardware import Hardware, Memory, describe, drive_bytes, kept_hardware
+from offloadzero.planning.machine import available_host_bytes
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     Needs,

@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -29,10 +29,13 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
+from offloadzero.memory.nvme import STRIPE_BYTES
+from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
 from offloadzero.planning.machine import (
     describe_machine,
     describe_path,
     describe_versions,
+    free_disk_bytes,
     nearest_directory,
     usable_cores,
 )
@@ -339,3 +342,30 @@ def _with_other_threads(identity: Mapping[str, Any]) -> Hardware | None:
         if {**found.identity, "torch_threads": None} == wanted:
             fitting.append(found)
     return max(fitting, key=lambda one: one.identity.get("torch_threads") or 0, default=None)
+
+
+def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:
+    """Return the bytes that the swap files in these directories can hold together; None without any.
+
+    The files are of equal size, and directories on one filesystem share its space. What killed runs left there is
+    removed by the next start, so it counts as free.
+    """
+    if not paths:
+        return None
+    drives: dict[int, list[Path]] = {}
+    for path in paths:
+        drives.setdefault(drive_of(path), []).append(path)
+    per_file = min(
+        # A directory may have two names here.
+        (free(members[0]) + sum(map(stale_bytes, {path.resolve() for path in members}))) // len(members)
+        for members in drives.values()
+    )
+    per_file -= MARK_BYTES
+    if len(paths) > 1:
+        per_file = per_file // STRIPE_BYTES * STRIPE_BYTES
+    return max(0, per_file) * len(paths)
+
+
+def drive_of(path: Path) -> int:
+    """Return the filesystem of a directory, or the one that it would be made on, by `st_dev`."""
+    return os.stat(nearest_directory(path)).st_dev

@@ -19,13 +19,11 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from offloadzero.core.constants import SPARED_CORES
-from offloadzero.memory.nvme import STRIPE_BYTES
-from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _QUEUE_KEYS = (
@@ -114,33 +112,6 @@ def nearest_directory(directory: Path) -> Path:
     while not existing.exists():
         existing = existing.parent
     return existing
-
-
-def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:
-    """Return the bytes that the swap files in these directories can hold together; None without any.
-
-    The files are of equal size, and directories on one filesystem share its space. What killed runs left there is
-    removed by the next start, so it counts as free.
-    """
-    if not paths:
-        return None
-    drives: dict[int, list[Path]] = {}
-    for path in paths:
-        drives.setdefault(drive_of(path), []).append(path)
-    per_file = min(
-        # A directory may have two names here.
-        (free(members[0]) + sum(map(stale_bytes, {path.resolve() for path in members}))) // len(members)
-        for members in drives.values()
-    )
-    per_file -= MARK_BYTES
-    if len(paths) > 1:
-        per_file = per_file // STRIPE_BYTES * STRIPE_BYTES
-    return max(0, per_file) * len(paths)
-
-
-def drive_of(path: Path) -> int:
-    """Return the filesystem of a directory, or the one that it would be made on, by `st_dev`."""
-    return os.stat(nearest_directory(path)).st_dev
 
 
 def memlock_bytes() -> int | None:

@@ -24,8 +24,7 @@ from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import MAX_BUDGET, memory_with, needed, with_keys
-from offloadzero.planning.hardware import Memory
-from offloadzero.planning.machine import drive_bytes
+from offloadzero.planning.hardware import Memory, drive_bytes
 from offloadzero.planning.model.shapes import ModelSource, read_model
 from offloadzero.streaming.building.waiting_parameters import file_bytes
 from offloadzero.update.spec import UpdateForm

@@ -25,6 +25,7 @@ MAKERS = (
 ON_THE_SCRIPTS = {
     "planning/model/trace.py": "a model's forward makes its tensors there, and meets those of the trace",
     "planning/model/shapes.py": "its models are made where they are asked for",
+    "planning/model/quantized.py": "and the codes of their weights",
 }
 
 

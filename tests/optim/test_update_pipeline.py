@@ -138,6 +138,11 @@ class Update:
     on_release: Callable[[], None] | None = None
     before: Ticket = FINISHED
     ticket: UpdateTicket = field(default_factory=UpdateTicket)
+    is_trial: bool = False
+    adopted: Ticket | None = None
+
+    def may_begin(self) -> bool:
+        return True
 
     def release_gradient(self) -> None:
         on_release, self.on_release = self.on_release, None

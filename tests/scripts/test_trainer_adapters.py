@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,18 @@ def test_a_trainer_that_does_not_see_the_ranks_is_refused(
     monkeypatch.setattr(type(args), "world_size", 1)
     with pytest.raises(ConfigError, match=r"TrainingArguments\.world_size.*use_cpu=True"):
         Trainer(model=torch.nn.Linear(2, 2), args=args)
+
+
+@pytest.mark.parametrize("last", ["model.safetensors", "model.safetensors.index.json"])
+def test_of_two_models_in_a_folder_the_last_one_stays(last: str, tmp_path: Path) -> None:
+    """A save in shards into the folder of an earlier run: from_pretrained would take the one file."""
+    from offloadzero.integrations.transformers import _remove_older
+
+    names = ["model.safetensors", "model.safetensors.index.json"]
+    for number, name in enumerate(sorted(names, key=lambda name: name == last)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, ns=(number, number))
+    _remove_older(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [last]
+    _remove_older(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [last]

@@ -213,3 +213,37 @@ def test_a_file_of_codes_without_scales_is_refused(tmp_path: Path) -> None:
     again.load_checkpoint(tmp_path / "saved", load_module_strict=False)
     assert train(again) == after != losses
     again.close()
+
+
+class Doubled(nn.Parameter):
+    """A parameter with a method of its own, under a name that torch's tensors have, too."""
+
+    def t(self) -> Tensor:
+        return torch.Tensor.t(self) * 2
+
+
+class UsesDoubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Doubled(torch.randn(8, 8), requires_grad=False)
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w.t() + self.a(x)).square().mean()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_a_class_of_parameter_keeps_its_own_methods(placement: str, tmp_path: Path) -> None:
+    model, x = UsesDoubled(), torch.randn(4, 8)
+    expected = model(x).item()
+    engine, *_ = offloadzero.initialize(model=model, config=make_config(placement, tmp_path, dtype=None))
+    assert engine(x).item() == pytest.approx(expected, rel=1e-6)
+    engine.close()
+
+
+def test_weights_of_8_bit_floats_are_not_cast(tmp_path: Path) -> None:
+    """Their module reads them with scales; without the bf16 block they stay as they are."""
+    model = UsesDoubled()
+    model.w = Doubled(torch.ones(8, 8, dtype=torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"w = 'float8_e4m3fn': .*without bf16 and fp16"):
+        offloadzero.initialize(model=model, config=make_config("nvme", tmp_path))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
+from offloadzero.access.parameter import AwayParameter
 from offloadzero.errors import BudgetError, ConfigError
 from tests.streaming.loops import MODELS, check_everywhere, steps, take_inputs
 from tests.support import models
@@ -202,7 +203,7 @@ def test_evaluation_of_torchs_encoder_fills_the_padding_as_without_us(
                     engine.module["encoder"](x, src_key_padding_mask=broken)
             weight = engine.module["encoder"].layers[0].linear1.weight
             assert torch.equal(weight.clone(), expected.layers[0].linear1.weight)
-            assert type(weight).__name__ == "AwayParameter"
+            assert isinstance(weight, AwayParameter)
             engine.module["encoder"].train()
             trained = engine.module["encoder"](x, src_key_padding_mask=padding)
             assert not torch.equal(trained.detach()[padding], found[padding])

@@ -49,6 +49,8 @@ class FileTensor:
                 raise CheckpointError(f"{extent.file}: {self.name}: {error.strerror}") from error
             with file:
                 for start in range(0, extent.num_bytes, piece_bytes):
-                    piece = torch.empty(min(piece_bytes, extent.num_bytes - start), dtype=torch.uint8)
+                    piece = torch.empty(
+                        min(piece_bytes, extent.num_bytes - start), dtype=torch.uint8, device="cpu"
+                    )
                     read_into(file, extent.offset + start, memoryview(piece.numpy().data), what=self.name)
                     yield piece.view(self.dtype)

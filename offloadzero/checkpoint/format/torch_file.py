@@ -210,6 +210,11 @@ class Foreign:
         """Make one, whatever the arguments."""
         return super().__new__(cls)
 
+    def __setstate__(self, state: object) -> None:
+        """Keep a state by names, and no other: numpy's is a tuple."""
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
 
 class TorchFile:
     """What `torch.save()` wrote, checked against the archive's own checksums. No tensor is in memory."""

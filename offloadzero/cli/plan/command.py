@@ -250,8 +250,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     from offloadzero.cli.plan.answer import Question, in_memory
     from offloadzero.engine.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
-    from offloadzero.planning.hardware import Memory, read_hardware
-    from offloadzero.planning.machine import drive_bytes
+    from offloadzero.planning.hardware import Memory, drive_bytes, read_hardware
     from offloadzero.planning.model.shapes import read_model
 
     model = replace(read_model(args.model), adapter_rank=args.lora or 0)

@@ -61,6 +61,8 @@ from offloadzero.planning.hardware import (
     Hardware,
     Memory,
     describe,
+    drive_bytes,
+    drive_of,
     keep,
     kept_hardware,
     model_key,
@@ -69,8 +71,6 @@ from offloadzero.planning.hardware import (
 from offloadzero.planning.machine import (
     available_host_bytes,
     cores_beside_launching,
-    drive_bytes,
-    drive_of,
     host_bytes_before,
     memlock_bytes,
     nearest_directory,

@@ -285,6 +285,11 @@ def _by_dtype_and_spec(
 ) -> dict[tuple[torch.dtype, AnySpec], list[_Placed]]:
     """Return the parameters of each record of a unit. Frozen ones are in the first of those of their dtype."""
 
+    for name, param, _ in params:
+        if param_dtype is not None and param.is_floating_point() and param.itemsize == 1:
+            allowed = "a configuration without bf16 and fp16, which would cast it and its scales"
+            raise ConfigError(name, str(param.dtype).removeprefix("torch."), allowed)
+
     def dtype_of(param: nn.Parameter) -> torch.dtype:
         cast = param_dtype is not None and param.is_floating_point() and not is_coded(param)
         return param_dtype if cast and param_dtype is not None else param.dtype
