@@ -188,6 +188,7 @@ SCRIPTS: dict[str, Script] = {
         trace, path, "resident", gradient_clipping=1.0
     ),
     "plain form": lambda trace, path: steps_in_plain_form(trace, path, "mixed"),
+    "plain form, nvme": lambda trace, path: steps_in_plain_form(trace, path, "nvme"),
 }
 
 

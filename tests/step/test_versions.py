@@ -50,8 +50,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradients on nvme": {"placement": {**STATES_ON_NVME, "grad": "nvme"}},
     "gradients on the host": {"placement": {**STATES_ON_NVME, "grad": "host"}},
     "weights on the host": {"placement": {"param": "host", "states": "nvme"}},
-    "masters on the host": {"placement": {**STATES_ON_NVME, "master": "host"}},
-    "a moment on nvme": {"placement": {"param": "host", "states": "host", "exp_avg": "nvme"}},
     "non-finite steps are skipped": {"gradient_clipping": 0.0, "update": {"on_nonfinite": "skip"}},
     "fp32": {"bf16": None},
     "compact": {"state_layout": "compact"},

@@ -127,7 +127,7 @@ EDITS: dict[str, tuple[Edit, int]] = {
 HOMES = {
     "nvme": ("nvme", "nvme", "nvme"),
     "gradients on host": ("nvme", "nvme", "host"),
-    "mixed": ("host", "host", "host"),
+    "mixed": ("host", "nvme", "host"),
 }
 
 

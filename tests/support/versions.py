@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from torch import nn
 import offloadzero
 from offloadzero.engine.runtime import Runtime
 from offloadzero.step.job import Trial, UpdateJob
+from offloadzero.step.step_decision import TrialPolicy
 from tests.support.tiny import TinyModel, make_engine, settings, tokens
 
 ADOPTED, AGAIN, UNTRIED = "adopted", "again", "untried"
@@ -28,7 +29,7 @@ ALL = NUM_TRIED * NUM_STEPS
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How many updates take a trial over, are done again after one has begun, or had none."""
+    """How many updates take a trial over, are done again after one has begun, or had none. Trials never pause."""
     counts: Counter[str] = Counter()
     tried = set[tuple[int, int]]()  # record and step
     begin, may_begin = UpdateJob.begin, Trial.may_begin
@@ -44,7 +45,16 @@ def counted() -> Iterator[Counter[str]]:
             tried.add((trial.record.index, trial.account.step))
         return has_begun
 
-    with patch.object(UpdateJob, "begin", begin_counted), patch.object(Trial, "may_begin", may_begin_noted):
+    after_step = TrialPolicy.after_step
+
+    def without_pause(policy: TrialPolicy, **step: Any) -> TrialPolicy:
+        return replace(after_step(policy, **step), pause=0)
+
+    with (
+        patch.object(UpdateJob, "begin", begin_counted),
+        patch.object(Trial, "may_begin", may_begin_noted),
+        patch.object(TrialPolicy, "after_step", without_pause),
+    ):
         yield counts
 
 
