@@ -55,9 +55,7 @@ class TrialPolicy:
     for another reason (a script edits gradients or states, or accumulates by hand), they pause for ever more steps.
     """
 
-    were_plain: tuple[
-        bool, ...
-    ] = ()  # whether the last steps were applied as they are, neither skipped nor clipped
+    were_plain: tuple[bool, ...] = ()  # whether the last steps were neither skipped nor clipped
     pause: int = 0  # steps that are left without trials
     next_pause: int = NUM_STEPS_SEEN
 

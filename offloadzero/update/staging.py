@@ -3,8 +3,8 @@
 [Note: reading ahead]
 While backward runs the drive has little to do, and it is known which chunks the step will update first: those that
 the next forward needs first. Their states are read then, into the slots that are free. When the update comes it
-takes a chunk that was read ahead if it is the one it needs and the record has not been written since
-(`Edits.num_begun`); otherwise everything read ahead is dropped and read again. Only time depends on it.
+takes a chunk that was read ahead if it is the one it needs and the record has not been written since, nor exchanged its
+places (`Edits.num_begun`); otherwise everything read ahead is dropped and read again. Only time depends on it.
 
 A script's write comes after the reads that have begun, and nothing is read ahead of a record while it is written
 (`Edits`): even if dropped, a half-written chunk would not match a file's checksums.

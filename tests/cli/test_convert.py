@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from offloadzero.checkpoint.format.torch_file import Foreign, TorchFile
 from offloadzero.cli import output
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.output import ProgressBar
@@ -84,6 +86,28 @@ def test_what_it_does_not_take_is_named(
     assert convert(tmp_path / "empty", tmp_path / "out") == FAILURE
     assert "no checkpoint of offloadzero, none of DeepSpeed's, and no folder" in capsys.readouterr().err
     assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_with_adapters_does_not_become_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its names are PEFT's: what is loaded from such a folder would be random."""
+    made = tmp_path / "folder"
+    made.mkdir()
+    save_file({"base_model.model.w.lora_A.default.weight": torch.ones(2, 3)}, made / "model.safetensors")
+    assert convert(made, tmp_path / "checkpoint") == 0
+    capsys.readouterr()
+    assert convert(tmp_path / "checkpoint", tmp_path / "out") == USER_ERROR
+    assert "save_pretrained() of the model writes them" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_objects_of_numpy_in_a_file_are_stood_in_for(tmp_path: Path) -> None:
+    path = tmp_path / "states.pt"
+    torch.save({"best": np.float64(0.1), "array": np.arange(3), "weight": torch.ones(2)}, path)
+    values = TorchFile(path).values
+    assert isinstance(values["array"], Foreign)
+    assert torch.equal(values["weight"], torch.ones(2))
 
 
 class _Terminal(io.StringIO):
