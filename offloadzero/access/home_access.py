@@ -21,6 +21,7 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group, gather_parts
+from offloadzero.update.commits import Committed
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept_elements import kept_parts, kept_place
 from offloadzero.update.records import Record, segment_slice
@@ -99,11 +100,13 @@ class HomeAccess:
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
                 self._store.accelerator.computed().wait()  # may read any weights
+                record.commits.complete.wait()
             ahead = record.edits.begin()
             try:
                 with self._store.failures.handed_over():
                     ahead.wait()
                 with self._store.failures.whole(f"the write of {slot.name}"):
+                    self._leave_committed(record)
                     for kind, values in parts.items():
                         start, kept = _kept(record, slot, kind, values)
                         self._store.move_written(segments[kind], kept, start=start)
@@ -121,6 +124,18 @@ class HomeAccess:
             finally:
                 record.edits.end()
 
+    def _leave_committed(self, record: Record) -> None:
+        """Have another place written than that of the last commit: [Note: durable runs] in update/commits.py."""
+        if record.committed is not Committed.PRESENT:
+            return
+        for kind in record.layout:
+            segment = record.segments[kind]
+            if segment.has_versions:
+                values = torch.empty(segment.num_elements, dtype=segment.dtype, device="cpu")
+                self._store.read(segment, values).wait()
+                self._store.write(segment.next_version(), values).wait()
+        record.flip()
+
     def read_step(self, record: Record, slot: ParamSlot) -> int:
         """The number of updates that the parameter's states have seen, as soon as the last one has counted."""
         with self._clock.waiting("state access"), self._store.failures.handed_over():
@@ -130,6 +145,7 @@ class HomeAccess:
     def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
         """Set the number of updates that the parameter's states have seen, on all ranks as in `write`."""
         self._group.note_write(record.index, slot.index, "step", step)
+        record.commits.counted.wait()
         slot.step = step
 
     def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:

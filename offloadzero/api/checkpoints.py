@@ -5,6 +5,7 @@ Where several ranks train, the first one writes, and reads the others' parts thr
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from offloadzero.api.optimizer import OffloadedOptimizer
+from offloadzero.checkpoint.commits import random_states, set_random_states
+from offloadzero.checkpoint.format.json_file import encode_plain
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta, PartOfModel, client_dict
 from offloadzero.checkpoint.format.names import directory_of, tag_text
 from offloadzero.checkpoint.latest import (
@@ -37,7 +40,7 @@ from offloadzero.checkpoint.states import States, save_states, save_weights
 from offloadzero.core import interrupts
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
-from offloadzero.errors import CheckpointError, StateError
+from offloadzero.errors import CheckpointError, ConfigError, StateError
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class EngineCheckpoints:
         self._optimizer = optimizer
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
+        self._has_resumed = False
         self._half_loaded: StateError | None = None  # the error of a load that left a mixture of states
 
     def expect_savable(self, call: str) -> None:
@@ -147,6 +151,7 @@ class EngineCheckpoints:
     def _meta(
         self, client_state: Mapping[str, Any] | None, partial_step: str | None, lr_scheduler: Any
     ) -> Meta:
+        """What is no tensor, after the last step, for whose decision this waits."""
         scheduler = schedule_name(lr_scheduler)
         self._coordinator.was_applied()  # counts the last step if it was skipped
         return Meta(
@@ -178,6 +183,57 @@ class EngineCheckpoints:
         path = directory_of_part(directory_of("save_dir", save_dir), self._runtime.part) / file_name
         with self._saving("save_16bit_model()"):
             self._runtime.read_by_first(lambda: save_weights(self._states(), path))
+
+    # --- durable runs: [Note: durable runs] in update/commits.py ---
+
+    def expect_resumed(self, call: str) -> None:
+        """Raise StateError where a durable run was found, and `resume` was not called."""
+        run = self._runtime.durable
+        if run is not None and run.found is not None and not self._has_resumed:
+            raise StateError(
+                f"engine.{call}(): {run.found.path} has this run after step {run.found.step}, and this engine its "
+                "states: engine.resume() goes on with it, and says where it is. To begin anew remove "
+                f"{run.found.path.parent}* before"
+            )
+
+    def expect_committable(self, client_state: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a state that a commit cannot keep, before its step is taken."""
+        if self._runtime.durable is not None:
+            encode_plain(client_dict(client_state), "client_state")
+
+    def commit(self, client_state: Mapping[str, Any], lr_scheduler: Any) -> None:
+        """Begin to commit the step that was taken last, if the run is durable."""
+        run = self._runtime.durable
+        if run is None:
+            return
+        # What the script may change meanwhile is taken now.
+        meta = copy.deepcopy(self._meta(client_state, None, lr_scheduler))
+        changes, records = self._runtime.changes, self._runtime.records
+        updates = [changes.update_ticket(record.index) for record in records]
+        run.commit(meta, random_states(self._runtime.accelerator.device), updates)
+
+    def resume(self, lr_scheduler: Any) -> dict[str, Any] | None:
+        """Go on with the run that was found, as `Engine.resume` says."""
+        self._expect_open("resume")
+        run = self._runtime.durable
+        if run is None:
+            raise ConfigError("offloadzero.durable", False, "true for engine.resume()")
+        found = run.found
+        if found is None:
+            return None
+        if self._has_resumed or self._coordinator.global_steps:
+            raise StateError("engine.resume(): once, and before the first step")
+        with self._runtime.group.together("resume()"):
+            groups = fit_param_groups(self._param_groups, found)
+            try_schedule(lr_scheduler, found)
+            self._go_on_from(found.meta)
+            for group, saved in zip(self._param_groups, groups, strict=True):
+                group.update(saved)
+            if found.meta.lr_scheduler is not None:
+                lr_scheduler.load_state_dict(found.meta.lr_scheduler)
+            set_random_states(found.random, self._runtime.accelerator.device)
+            self._has_resumed = True
+        return found.meta.client_state
 
     # --- loading ---
 

@@ -69,6 +69,7 @@ class Engine:
         self._runtime = runtime
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
+        self.client_state: dict[str, Any] = {}  # what `resume()` shall return, as `step()` finds it
         self._has_dropped = False
         self._checkpoints = EngineCheckpoints(runtime, optimizer)
 
@@ -136,10 +137,12 @@ class Engine:
         if not self._accumulation.closes_step:
             self._accumulation.take()
             return
+        self._checkpoints.expect_committable(self.client_state)
         optimizer.step()
         self._accumulation.take()
         self._schedule_due = None if self.lr_scheduler is None else dict(lr_kwargs or {})
         self._advance_schedule()
+        self._checkpoints.commit(self.client_state, self.lr_scheduler)
         every = self._runtime.config.steps_per_print
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
@@ -183,6 +186,7 @@ class Engine:
                 f"engine.{call}(): the engine has no optimizer, so it only evaluates: pass one to initialize(), or "
                 "name one in the configuration"
             )
+        self._checkpoints.expect_resumed(call)
         return self.optimizer
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -429,6 +433,22 @@ class Engine:
         return self._runtime.state
 
     # --- checkpoints ---
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on with a durable run (`"offloadzero": {"durable": true}`) from its last step, or begin one.
+
+        Weights and states are those after the step that was committed last, one before the end at most. With them come
+        the counters (`global_steps`), the schedule, and the states of Python's, numpy's and torch's random generators.
+
+        Returns:
+            `client_state` as it was at that step; None: there was no run in the directories of nvme_path.
+
+        Raises:
+            ConfigError: the run is not durable.
+            CheckpointError: param groups or schedule are others than the run's. Nothing has changed then.
+            StateError: steps were taken before.
+        """
+        return self._checkpoints.resume(self.lr_scheduler)
 
     def save_checkpoint(
         self,

@@ -7,7 +7,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -195,7 +196,19 @@ def _expect_optimizer(checkpoint: Checkpoint, states: States) -> None:
 # --- values that are no tensors ---
 
 
-def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -> list[dict[str, Any]]:
+class Described(Protocol):
+    """A checkpoint, or a commit of a durable run, by what is no tensor in it."""
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+
+    @property
+    def meta(self) -> Meta:
+        """Its values."""
+
+
+def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Described) -> list[dict[str, Any]]:
     """Return the saved options of each group, with the present types. CheckpointError unless they fit."""
     saved = checkpoint.meta.param_groups
     if len(saved) != len(present):
@@ -239,7 +252,7 @@ def _same_kind(present: Any, saved: Any) -> bool:
     return True
 
 
-def try_schedule(scheduler: Any, checkpoint: Checkpoint) -> None:
+def try_schedule(scheduler: Any, checkpoint: Described) -> None:
     """Raise CheckpointError unless the learning-rate schedule takes its saved state. It is not changed."""
     meta = checkpoint.meta
     _check_schedule(scheduler, meta, checkpoint)
@@ -258,7 +271,7 @@ def try_schedule(scheduler: Any, checkpoint: Checkpoint) -> None:
         scheduler.load_state_dict(before)
 
 
-def _check_schedule(scheduler: Any, meta: Meta, checkpoint: Checkpoint) -> None:
+def _check_schedule(scheduler: Any, meta: Meta, checkpoint: Described) -> None:
     own = schedule_name(scheduler)
     skip = "pass load_lr_scheduler_states=False to leave the schedule out"
     if meta.lr_scheduler is None:

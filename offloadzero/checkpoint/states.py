@@ -246,8 +246,8 @@ class CheckpointFiles:
 
     def seal(self, meta: Meta) -> None:
         """Write meta.json and then the manifest of all files."""
-        self._add_bytes(META, encode_meta(meta))
-        self._add_bytes(MANIFEST, encode_manifest(self.files))
+        self.add_bytes(META, encode_meta(meta))
+        self.add_bytes(MANIFEST, encode_manifest(self.files))
 
     def add_record(self, states: States, record: Record, *, exclude_frozen: bool) -> None:
         slots = [slot for slot in record.slots if slot.trainable or not exclude_frozen]
@@ -264,7 +264,7 @@ class CheckpointFiles:
             for tensor in tensors.values():
                 writer.add(tensor.detach().to("cpu"))
 
-    def _add_bytes(self, name: str, data: bytes) -> None:
+    def add_bytes(self, name: str, data: bytes) -> None:
         file = HashedFile(self._path / name, self._pool)
         try:
             file.write(data)

@@ -67,6 +67,8 @@ def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
         users.append("the placement")
     if config.activation_checkpoints is not None and config.activation_checkpoints.tier.is_file:
         users.append("offloadzero.activation_checkpoints")
+    if config.durable:
+        users.append("offloadzero.durable")
     if users and not config.nvme_paths:
         key = (*reading.nvme_path_wanted, "offloadzero.nvme_path")[0]
         raise ConfigError(
@@ -190,6 +192,10 @@ def settle_for_initialize(
 def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
     """Leave gradients alone unless the configuration says otherwise, as in torch; the script does the rest."""
     why = "offload() trains with the optimizer that it is given"
+    if config.durable:
+        raise ConfigError(
+            "offloadzero.durable", True, "false for offload(): initialize() makes durable engines"
+        )
     clipping = config.gradient_clipping
     settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping)
     return with_unused_blocks(settled, optimizer=why, scheduler=why)

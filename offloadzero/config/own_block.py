@@ -36,6 +36,10 @@ def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> Offl
     config = own.read_fields(base)
     if config.state_layout == "compact" and config.precision.param_dtype == "fp16":
         raise ConfigError(own.dotted("state_layout"), "compact", "needs bf16 parameters, fp16 is enabled")
+    if config.durable and config.versions is False:
+        raise ConfigError(
+            own.dotted("versions"), False, "left out with durable = true: it needs the second places"
+        )
     reading.nvme_paths.extend(own.read("nvme_path", read_nvme_paths, ()))
     activations = _read_activations(own, reading, divides=base.partition_activations)
     return replace(

@@ -529,6 +529,12 @@ class OffloadConfig:
         read_bool_or_auto,
         auto_is_absent=False,
     )
+    durable: bool = own_key(
+        False,
+        "true: the files in nvme_path stay, and after a kill or a power failure engine.resume() goes on from the last "
+        "step; {default} when absent",
+        read_bool,
+    )
     state_layout: str = own_key(  # of the optimizer states of bf16 parameters
         STATE_LAYOUTS[0],
         "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits",

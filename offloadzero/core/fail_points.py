@@ -23,6 +23,7 @@ Point = Literal[
     "lane.launch",  # A lane runs a task; `about` is the lane's name.
     "nvme.read",  # Bytes of the swap files begin to move; `about` is the tier.
     "nvme.write",
+    "nvme.sync",  # What was written is made to last; `about` is the tier.
     "nvme.reserve",  # Space is reserved for a unit that comes home; `about` is the tier.
     "spill.read",  # Bytes of a parameter that waits in a file of its own move; `about` is its name.
     "spill.write",

@@ -30,6 +30,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.mapped_files import MappedFiles
 from offloadzero.memory.store import StoreSizes, TieredStore
+from offloadzero.memory.swap_file import KeptFile
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
@@ -220,8 +221,12 @@ def open_store(
     accelerator: Accelerator,
     *,
     failures: Failures,
+    kept: KeptFile | None = None,
 ) -> TieredStore:
-    """Take the memory of all tiers, apart from that of activation checkpoints; make the directories of all files."""
+    """Take the memory of all tiers, apart from that of activation checkpoints; make the directories of all files.
+
+    `kept`: the swap file of a durable run.
+    """
     checkpointing = config.activation_checkpoints
     has_files = any(plan.placement[record.index, SegmentKind.PARAM].is_file for record in records)
     if plan.tier_bytes(TierName.NVME) or has_files or (checkpointing and checkpointing.tier.is_file):
@@ -242,6 +247,7 @@ def open_store(
         aio=config.aio,
         failures=failures,
         poison=config.poison_released_leases,
+        kept=kept,
     )
 
 
@@ -252,7 +258,13 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
             tier = plan.placement[record.index, kind]
             parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []
             record.segments[kind] = store.create(
-                record.name, kind, dtype, num_elements, tier, parts, versions=record.index in plan.versioned
+                record.name,
+                kind,
+                dtype,
+                num_elements,
+                tier,
+                parts,
+                versions=(record.index, kind) in plan.second_places,
             )
         if record.keeps_whole_params:
             whole = record.segments[SegmentKind.PARAM]

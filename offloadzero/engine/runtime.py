@@ -31,6 +31,7 @@ from offloadzero.engine.build import (
     open_store,
     plan_cut,
 )
+from offloadzero.engine.durable import DurableRun, directory_of_run, find_run, kept_file, with_homes_of
 from offloadzero.engine.join import agree_on_buffers, join_ranks
 from offloadzero.engine.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.errors import RankError, StateError
@@ -126,8 +127,15 @@ class Runtime:
         self.hooks: ModelHooks | None = None
         checkpointed = checkpointed_modules(model, cut, config)
         self._checkpointed = tuple(checkpointed)
+        self.durable: DurableRun | None = None
+        self._found = find_run(config, self.group, model) if config.durable else None
         self.plan = plan_cut(
-            cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), group=self.group
+            cut,
+            config if self._found is None else with_homes_of(config, self._found),
+            self.accelerator,
+            spec=spec,
+            num_checkpointed=len(checkpointed),
+            group=self.group,
         )
         try:
             self._take_memory()
@@ -140,7 +148,14 @@ class Runtime:
     @uninterrupted  # a file that is made is one that is closed
     def _take_memory(self) -> None:
         self.store = self.resources.make(
-            lambda: open_store(self.records, self.config, self.plan, self.accelerator, failures=self.failures)
+            lambda: open_store(
+                self.records,
+                self.config,
+                self.plan,
+                self.accelerator,
+                failures=self.failures,
+                kept=kept_file(self.config, self.group, self._found),
+            )
         )
 
     def _build(
@@ -153,9 +168,12 @@ class Runtime:
         """Move the states to their homes, build the parts and put the hooks on the model."""
         create_segments(cut.records, self.plan, self.store)
         agree_on_buffers(self.group, self.model)
+        self.durable = self._make_durable()
         self._original.load(self.store, self.group)
         for record in cut.records:
             write_states(record, param_groups, self.store)
+        if self.durable is not None:
+            self.durable.take_over()
         self.parts = parts = Parts(
             cut.records,
             self.config,
@@ -173,6 +191,17 @@ class Runtime:
         self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
         move_attached(self.model, self.accelerator.device)
+
+    def _make_durable(self) -> DurableRun | None:
+        if not self.config.durable:
+            return None
+        directory = directory_of_run(self.config, self.group)
+        with self.group.together("the start of a durable run"):
+            run = DurableRun(
+                self.model, self.records, self.store, directory, group=self.group, found=self._found
+            )
+        run.spare_committed()
+        return run
 
     @uninterrupted  # hooks that are half in place could not be removed again
     def _attach(self, checkpointed: Mapping[str, nn.Module]) -> None:

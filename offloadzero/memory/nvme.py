@@ -37,7 +37,7 @@ from offloadzero.io.engine import AioEngine, AioFile
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.checksums import Checksums, Transfers
 from offloadzero.memory.mapped_files import FileRange, MappedFile
-from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
+from offloadzero.memory.swap_file import MARK_BYTES, KeptFile, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home, InParts, Part, Tier
 from offloadzero.native.termination import DoomedFile
@@ -107,8 +107,8 @@ def _room_for(num_bytes: int, directory: Path, num_waiting_bytes: int) -> Iterat
 class _BackingFile:
     """A swap file and its place in the engine. `gap` bytes of data at its begin are not reserved yet."""
 
-    def __init__(self, engine: AioEngine, directory: Path) -> None:
-        self.swap = SwapFile(directory)
+    def __init__(self, engine: AioEngine, directory: Path, kept: KeptFile | None) -> None:
+        self.swap = SwapFile(directory, kept)
         self.path = self.swap.path
         self.gap = 0
         try:
@@ -130,7 +130,7 @@ class _BackingFile:
             self.gap = num_bytes
 
     def close(self) -> None:
-        """Close the file and remove it. A second call does nothing."""
+        """Close the file and remove it, unless it is kept. A second call does nothing."""
         try:
             self.file.close()
         finally:
@@ -152,6 +152,8 @@ class NvmeTier(Tier):
     `waiting`: bytes by drive (`st_dev`) that will be free when the parameters that wait there have come home. As many
     bytes are reserved only then, by `reserve`: [Note: the gap]. Fresh extents read as zeros.
 
+    `kept`: the file in each of the directories has that name, and stays: [Note: durable runs] in update/commits.py.
+
     Raises BudgetError when a filesystem has no room, AioError for other failures.
     """
 
@@ -165,6 +167,7 @@ class NvmeTier(Tier):
         aio: AioConfig,
         timeline: Timeline = OFF,
         waiting: Mapping[int, int] = _NOTHING,
+        kept: KeptFile | None = None,
     ) -> None:
         self._pid = os.getpid()
         self.num_bytes = align_up(num_bytes)
@@ -187,8 +190,9 @@ class NvmeTier(Tier):
             for directory in directories:
                 remove_stale_files(directory)
             for directory in directories:
-                self._files.append(_BackingFile(self.engine, directory))
-                self._doomed.append(DoomedFile(self._files[-1].path))
+                self._files.append(_BackingFile(self.engine, directory, kept))
+                if kept is None:
+                    self._doomed.append(DoomedFile(self._files[-1].path))
             self._preallocate(waiting)
         except BaseException:
             self.close()
@@ -219,6 +223,22 @@ class NvmeTier(Tier):
     def files(self) -> list[tuple[Path, int]]:
         """Path and size in bytes of each backing file."""
         return [(backing.path, backing.swap.num_bytes) for backing in self._files]
+
+    @property
+    def file_ids(self) -> list[str]:
+        """The number that each file has for its life, in hexadecimal digits."""
+        return [backing.swap.file_id for backing in self._files]
+
+    def sync(self) -> None:
+        """Block until all that has been written is on the drives. Raises AioError."""
+        for backing in self._files:
+            try:
+                through("nvme.sync", os.fdatasync, self)(backing.swap.descriptor)
+            except OSError as error:
+                raise AioError(
+                    operation="fdatasync", path=str(backing.path), offset=0, num_bytes=0,
+                    errno=error.errno or errno.EIO,
+                ) from error  # fmt: skip
 
     @property
     def description(self) -> str:

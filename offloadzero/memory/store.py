@@ -18,6 +18,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.mapped_files import FileRange
 from offloadzero.memory.nvme import InPlaceTier, NvmeTier
+from offloadzero.memory.swap_file import KeptFile
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import (
     UPDATE_PRIORITY,
@@ -95,6 +96,7 @@ class TieredStore:
         aio: AioConfig,
         failures: Failures,
         poison: bool = False,
+        kept: KeptFile | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.failures = failures
@@ -113,6 +115,7 @@ class TieredStore:
                     aio=aio,
                     timeline=accelerator.timeline,
                     waiting=sizes.waiting,
+                    kept=kept,
                 )
                 made.callback(self.nvme.close)
                 self.in_place = InPlaceTier(self.nvme, budget=sizes.most_nvme)

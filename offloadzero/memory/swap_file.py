@@ -19,6 +19,10 @@ removed as well, which loses no data. A start that looks at just that moment tak
 maker notices that it has no name any more, and makes another.
 
 The name cannot be guessed. Its process number is only for people: two containers may have the same.
+
+The files of a durable run are another matter: they are to be found again, by a name that follows from the configuration
+and the rank, and nothing of ours removes them. They have the same mark and lock, so a second process that wants the
+same name is refused.
 All use goes through the descriptor (/proc/self/fd): changes of the name meanwhile do not matter.
 """
 
@@ -33,11 +37,12 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from offloadzero.core.constants import GRID_BYTES
 from offloadzero.core.interrupts import uninterrupted
-from offloadzero.errors import AioError
+from offloadzero.errors import AioError, ConfigError
 
 log = logging.getLogger("offloadzero.nvme")
 
@@ -55,20 +60,37 @@ _NO_LINK = (errno.ENOENT, errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EXD
 _MAX_TRIES = 16
 
 
+@dataclass(frozen=True)
+class KeptFile:
+    """A swap file that stays when its process ends."""
+
+    name: str
+    has_data: bool  # else it begins anew
+
+
 class SwapFile:
     """An open file of this process, locked as long as it is open, and `MARK_BYTES` long at first."""
 
-    def __init__(self, directory: Path) -> None:
-        """Make the file. Raises AioError: it cannot be made, or it is not this user's alone."""
+    def __init__(self, directory: Path, kept: KeptFile | None = None) -> None:
+        """Make the file, or open the one that is `kept`. Raises AioError: it cannot be, or it is not this user's alone.
+
+        Raises ConfigError where another process has the one that is kept.
+        """
         file_id = secrets.token_bytes(_ID_BYTES)
-        self.path = directory / f"offloadzero-{os.getpid()}-{file_id.hex()}.bin"
+        name = f"offloadzero-{os.getpid()}-{file_id.hex()}.bin" if kept is None else kept.name
+        self.path = directory / name
+        self.file_id = file_id.hex()
+        self._is_kept = kept is not None
         self.descriptor = -1
         try:
             self.path = self.path.absolute()  # removed later, perhaps from another directory
-            self._make(directory, file_id)
+            if kept is None:
+                self._make(directory, file_id)
+            else:
+                self._open_kept(directory, file_id, has_data=kept.has_data)
         except BaseException as error:
             self.remove()
-            if isinstance(error, AioError) or not isinstance(error, OSError):
+            if isinstance(error, AioError | ConfigError) or not isinstance(error, OSError):
                 raise
             raise AioError(
                 operation="open", path=str(self.path), offset=0, num_bytes=0, errno=error.errno or errno.EIO
@@ -80,6 +102,30 @@ class SwapFile:
             self.descriptor = _make_linked(at, self.path, file_id)
             if self.descriptor < 0:
                 self.descriptor = _make_named(at, self.path, file_id)
+
+    @uninterrupted
+    def _open_kept(self, directory: Path, file_id: bytes, *, has_data: bool) -> None:
+        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with _directory(directory) as at:
+            self.descriptor = os.open(self.path.name, flags, _MODE, dir_fd=at)
+        first = os.pread(self.descriptor, len(_MAGIC) + _ID_BYTES, 0)
+        if first.strip(b"\0") and not first.startswith(_MAGIC):
+            raise AioError(
+                operation="open", path=str(self.path), offset=0, num_bytes=len(first), errno=errno.EEXIST,
+                detail="it is not a file of this package",
+            )  # fmt: skip
+        try:
+            _take(self.descriptor, self.path)
+        except BlockingIOError as error:
+            allowed = (
+                f"a directory in which no other process trains: one has {self.path.name}, for it is durable"
+            )
+            raise ConfigError("offloadzero.nvme_path", str(directory), allowed) from error
+        if has_data and first.startswith(_MAGIC):
+            self.file_id = first[len(_MAGIC) :].hex()
+            return
+        os.ftruncate(self.descriptor, 0)  # what is reserved anew reads as zeros
+        _write_mark(self.descriptor, file_id)
 
     @property
     def open_path(self) -> str:
@@ -93,12 +139,12 @@ class SwapFile:
 
     @uninterrupted  # or its number may be another file's when it is closed
     def remove(self) -> None:
-        """Give up the lock and the name, unless the name is another file's now. Idempotent."""
+        """Give up the lock, and the name unless it is kept or another file's now. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
             return
         try:
-            if self._has_name(descriptor):
+            if not self._is_kept and self._has_name(descriptor):
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)

@@ -39,6 +39,7 @@ from offloadzero.planning.checkpointed_inputs import INPUT_BYTES_KEY, InputPlan,
 from offloadzero.planning.placement_rules import Placement, place
 from offloadzero.planning.update_rules import (
     Versions,
+    durable_segments,
     keeps_gradients,
     updates_in_backward,
     versioned_records,
@@ -97,7 +98,8 @@ class MemoryPlan:
     gradient_piece_bytes: int = 0  # of one that is reduced in another dtype
     # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
     near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
-    versioned: frozenset[int] = frozenset()  # the records with two places
+    versioned: frozenset[int] = frozenset()  # the records whose updates are tried: [Note: versions]
+    second_places: frozenset[tuple[int, SegmentKind]] = frozenset()  # the segments with two places, by record
     choice: tuple[str, ...] = ()  # sentences on how "auto" has chosen by time, and what would be slower
 
     def tier_bytes(self, tier: TierName) -> int:
@@ -304,8 +306,11 @@ def _plan(
     sheet = _Sheet()
     _add_homes(sheet, records, placement, keeps_gradients(config))
     versioned = versioned_records(records, config, placement, versions)
+    second = durable_segments(records, config, placement).union(
+        (record.index, kind) for record in records if record.index in versioned for kind in record.layout
+    )
     for tier in (TierName.HOST, TierName.NVME):
-        sizes = (_state_bytes(record, placement, tier) for record in records if record.index in versioned)
+        sizes = (_second_bytes(record, placement, tier, second) for record in records)
         sheet.add(tier, "second places", sum(sizes))
     inputs = input_plan(config, num_checkpointed)
     on_device = _add_device_buffers(
@@ -328,17 +333,20 @@ def _plan(
         device_form=form,
         inputs=inputs,
         versioned=versioned,
+        second_places=second,
         **on_device,
         **on_host,
     )
 
 
-def _state_bytes(record: Record, placement: Placement, tier: TierName) -> int:
-    """The bytes of a record's parameters and states that live in `tier`."""
+def _second_bytes(
+    record: Record, placement: Placement, tier: TierName, second: Collection[tuple[int, SegmentKind]]
+) -> int:
+    """The bytes of a record's second places in `tier`."""
     return sum(
         _home_bytes(tier, num_elements * dtype.itemsize)
         for kind, (dtype, num_elements) in record.layout.items()
-        if placement[record.index, kind] is tier
+        if placement[record.index, kind] is tier and (record.index, kind) in second
     )
 
 

@@ -49,6 +49,25 @@ def keeps_gradients(config: OffloadConfig) -> bool:
     return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
 
 
+def durable_segments(
+    records: Iterable[Record], config: OffloadConfig, placement: Placement
+) -> frozenset[tuple[int, SegmentKind]]:
+    """The segments that have two places so that a commit can leave them where they are: [Note: durable runs].
+
+    Parameters do not where frozen ones are among them, or those of other ranks.
+    """
+    if not config.durable:
+        return frozenset()
+    return frozenset(
+        (record.index, kind)
+        for record in records
+        if record.kept_trainable
+        for kind in record.layout
+        if placement[record.index, kind].is_file
+        and (kind is not SegmentKind.PARAM or (record.is_trained_whole and not record.keeps_whole_params))
+    )
+
+
 class Versions(str, Enum):
     """Which records have two places: [Note: versions] in update/pipeline.py."""
 

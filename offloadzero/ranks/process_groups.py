@@ -160,6 +160,7 @@ def make_ranks(
     node_ranks: int = 1,
     reduces_codes: bool = False,
     divides_inputs: bool = False,
+    commits: bool = False,
 ) -> Ranks:
     """Join the ranks of torch's default process group, all in one order. Raises ConfigError where their groups misfit.
 
@@ -169,6 +170,7 @@ def make_ranks(
         reduces_codes: gradients go as codes, within machines and between them. A machine has `node_ranks` if that is
             more than 1, else those that the launcher says.
         divides_inputs: the ranks along the mesh's tensor-parallel axis keep inputs of checkpointed units together.
+        commits: the run is durable.
     """
     world = ShardSpec(dist.get_rank(), dist.get_world_size())
     channels = _Channels(world)
@@ -180,6 +182,7 @@ def make_ranks(
             "zero_optimization.zero_hpz_partition_size": node_ranks,
             "zero_optimization.zero_quantized_gradients": reduces_codes,
             PARTITION_KEY: divides_inputs,
+            "offloadzero.durable": commits,
             "mpu": mesh is not None,
         }
         _expect_same_groups(everyone, mesh, keys)
@@ -204,6 +207,7 @@ def make_ranks(
         decisions=of_data("gloo"),
         control=control,
         states=of_data("gloo"),
+        commits=of_data("gloo") if commits else Collectives(),
         failure_store=channels.failure_store,
         near_weights=channels.of_part(on_device, consecutive_groups(world, node_ranks)),
         near_gradients=channels.of_part(on_device, near),

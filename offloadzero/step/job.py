@@ -21,6 +21,7 @@ from offloadzero.errors import OffloadError
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket, unfinished
 from offloadzero.step.record_gradient import RecordGradient, end_trial
 from offloadzero.step.step_decision import StepDecision
+from offloadzero.update.commits import Committed
 from offloadzero.update.pipeline import RecordUpdate
 from offloadzero.update.spec import Hyper
 
@@ -107,7 +108,9 @@ class Trial(RecordUpdate):
                 return False
             home = self.gradient.in_memory()
             self._grad = home if home is not None else self.gradient.home
-            if reads is None or self._grad is None or not self.gradient.is_full:
+            # The place that it would write. While a commit is counted it becomes the present one.
+            is_kept = self.record.committed is Committed.NEXT and self.record.commits.counted.done()
+            if reads is None or self._grad is None or not self.gradient.is_full or is_kept:
                 self._end()
                 return False
             self.before = AllOf([self.before, *reads])  # the record's last trial writes where this one will
@@ -156,6 +159,7 @@ class UpdateJob(RecordUpdate):
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""
+        self.record.commits.counted.wait()
         counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
             slot.step += counts[slot.group_index or 0]

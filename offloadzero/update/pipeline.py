@@ -58,11 +58,12 @@ class RecordUpdate:
     def __init__(self, record: Record, hypers: Sequence[Hyper], *, before: Ticket) -> None:
         """Make an update, with the hyperparameters by group index.
 
-        `before`: done when what the record's last update has made is home, and on all ranks.
+        `before`: done when what the record's last update has made is home, and on all ranks. In a durable run the
+        commit of the step before comes first, too.
         """
         self.record = record
         self.hypers = hypers
-        self.before = before
+        self.before = record.commits.after(before)
         self.ticket = UpdateTicket()  # done when all results are home
 
     @property
@@ -88,6 +89,7 @@ class _Chunk:
     start: int
     stop: int
     is_last: bool
+    makes_next_version: bool
     delivery: Delivery | None
     writes: list[Ticket]  # of all chunks of the update
     previous: Ticket  # the record's update before this one, whose writes come first
@@ -245,7 +247,10 @@ class UpdatePipeline:
             self._finish(update, (previous,))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
-        first, last = bounds[0][0], bounds[-1][1]
+        makes_next_version = update.is_trial or update.record.makes_next_version
+        first, last = (
+            (0, update.record.kept_trainable) if makes_next_version else (bounds[0][0], bounds[-1][1])
+        )
         # Segments in host memory need no chunks: one call of the kernel.
         is_staged = self._is_staged(update)
         chunk_elements = self._chunk_elements if is_staged else update.record.kept_trainable
@@ -256,6 +261,7 @@ class UpdatePipeline:
                     start,
                     stop,
                     is_last=stop >= last,
+                    makes_next_version=makes_next_version,
                     delivery=delivery,
                     writes=writes,
                     previous=previous,
@@ -284,7 +290,7 @@ class UpdatePipeline:
 
     def _start_reads(self, chunk: _Chunk) -> None:
         chunk.data = data = self._stager.stage(
-            chunk.update.record, chunk.start, chunk.stop, makes_next_version=chunk.update.is_trial
+            chunk.update.record, chunk.start, chunk.stop, makes_next_version=chunk.makes_next_version
         )
         grad = chunk.update.grad
         if isinstance(grad, torch.Tensor) and devices.is_host_memory(grad):
@@ -327,6 +333,8 @@ class UpdatePipeline:
             self._fail_update(update, error)
             return
         if chunk.is_last:
+            if chunk.makes_next_version and not update.is_trial:
+                update.record.flip()
             self._finish(update, chunk.writes)
 
     def _step_through_device(

@@ -29,6 +29,7 @@ from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.ranks.shard import WHOLE, ShardSpec
+from offloadzero.update.commits import Commits, Committed
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.spec import AnySpec, Buffers, StateCodes
 
@@ -132,6 +133,8 @@ class Record:
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)  # those that have a home
     whole_param: Segment | None = None  # all parameters; the update's segment is a part of it
     edits: Edits = field(default_factory=Edits)
+    commits: Commits = field(default_factory=Commits)  # the run's
+    committed: Committed = Committed.NONE  # of the two places that its segments may have
 
     @property
     def unit_name(self) -> str:
@@ -270,13 +273,20 @@ class Record:
 
     @property
     def has_versions(self) -> bool:
-        """Whether its states have two places: [Note: versions] in update/pipeline.py."""
-        return self.segments[SegmentKind.PARAM].has_versions
+        """Whether all of its states have two places: [Note: versions] in update/pipeline.py."""
+        return all(self.segments[kind].has_versions for kind in self.layout)
+
+    @property
+    def makes_next_version(self) -> bool:
+        """Whether an update writes the next version, as the present one belongs to a commit: [Note: durable runs]."""
+        return self.committed is Committed.PRESENT
 
     def flip(self) -> None:
         """Let the next version of the states be the present one. What was read ahead is of the former one."""
         for kind in self.layout:
-            self.segments[kind].flip()
+            if self.segments[kind].has_versions:
+                self.segments[kind].flip()
+        self.committed = self.committed.flipped()
         self.edits.note()
 
     @property

@@ -72,8 +72,10 @@ class ChunkStager:
     ) -> StagedChunk:
         """Start to read a chunk, or take the one that was read ahead."""
         if needs_slot(record):
-            if self._ahead and self._ahead[0].matches(record, start, stop) and not makes_next_version:
-                return self._ahead.popleft()
+            if self._ahead and self._ahead[0].matches(record, start, stop):
+                chunk = self._ahead.popleft()
+                chunk.makes_next_version = makes_next_version
+                return _in_next_version(chunk) if makes_next_version else chunk
             self._drop_ahead()
         return self._read(record, start, stop, makes_next_version=makes_next_version)
 
@@ -118,7 +120,7 @@ class ChunkStager:
         for kind in chunk.staged:
             first = record.chunk_slice(kind, chunk.start, chunk.stop).start
             segment = record.segments[kind]
-            home = segment.next_version() if chunk.makes_next_version else segment
+            home = segment.next_version() if chunk.makes_next_version and segment.has_versions else segment
             writes.append(self._store.write(home, chunk.buffers[kind], start=first))
         if chunk.slot is not None:
             chunk.slot.users = AllOf([*writes, *readers])
@@ -136,14 +138,12 @@ class ChunkStager:
                 continue
             part = record.chunk_slice(kind, start, stop)
             if segment.is_in_host_memory:
-                chunk.buffers[kind] = memory = segment.memory[part]
-                if makes_next_version:
-                    chunk.buffers[kind] = segment.next_version().memory[part].copy_(memory)
+                chunk.buffers[kind] = segment.memory[part]
                 continue
             chunk.buffers[kind] = self.memory(chunk, kind, segment.dtype)
             chunk.reads.append(self._store.read(segment, chunk.buffers[kind], start=part.start))
             chunk.staged.append(kind)
-        return chunk
+        return _in_next_version(chunk) if makes_next_version else chunk
 
     def _drop_ahead(self) -> None:
         for chunk in self._ahead:
@@ -151,6 +151,17 @@ class ChunkStager:
             if chunk.slot is not None:
                 self._free.append(chunk.slot)
         self._ahead.clear()
+
+
+def _in_next_version(chunk: StagedChunk) -> StagedChunk:
+    """Let the update of the segments in host memory that have two places happen in the next one."""
+    record = chunk.record
+    for kind, present in chunk.buffers.items():
+        segment = record.segments[kind]
+        if segment.is_in_host_memory and segment.has_versions:
+            part = record.chunk_slice(kind, chunk.start, chunk.stop)
+            chunk.buffers[kind] = segment.next_version().memory[part].copy_(present)
+    return chunk
 
 
 def needs_slot(record: Record) -> bool:

@@ -23,6 +23,8 @@ META = "meta.json"  # our mark: a directory without it is not ours
 MANIFEST = "manifest.json"
 BUFFERS = "buffers.safetensors"
 EXTRA_STATE = "extra_state.safetensors"  # only where there are tensors for it
+COMMIT = "commit.json"  # these two of a commit of a durable run alone
+MEMORY = "memory.safetensors"
 IS_LATEST = "is_latest"  # empty: the file `latest` may name this checkpoint
 LOCK = ".lock"  # held by the process that writes the checkpoint
 
@@ -59,7 +61,7 @@ def is_part_directory(name: str) -> bool:
 
 def is_data_file(name: str) -> bool:
     """Whether a manifest may list the name."""
-    return name in (META, BUFFERS, EXTRA_STATE) or is_unit_file(name)
+    return name in (META, BUFFERS, EXTRA_STATE, COMMIT, MEMORY) or is_unit_file(name)
 
 
 def is_own_file(name: str) -> bool:

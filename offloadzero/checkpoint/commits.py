@@ -1,0 +1,217 @@
+"""The commits of a durable run as directories on the drive: [Note: durable runs] in update/commits.py.
+
+Each rank has a directory `offloadzero-durable-rankN` beside its swap file of that name, in the first of nvme_path. A
+commit in it, `step-N`, is like a checkpoint ([Note: how a checkpoint takes its name]). It has `meta.json`;
+`commit.json`, which says what lies where in the swap files; `memory.safetensors` with all that does not; and the
+manifest with digests of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offloadzero.checkpoint.format.json_file import parse_json
+from offloadzero.checkpoint.format.manifest import HashingPool, check_file, read_bytes, read_manifest
+from offloadzero.checkpoint.format.meta import Meta, read_meta
+from offloadzero.checkpoint.format.names import COMMIT, MEMORY
+from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorSpec
+from offloadzero.checkpoint.partial import new_folder, sync_directory
+from offloadzero.checkpoint.states import CheckpointFiles
+from offloadzero.core.segments import SegmentKind
+from offloadzero.errors import CheckpointError
+from offloadzero.memory.tiers import Extent, TwoPlaces
+from offloadzero.update.records import Record
+
+_STEP = re.compile(r"step-(\d+)")
+_MAX_BYTES = 1 << 30
+
+Layout = Mapping[str, Any]  # values of JSON
+
+
+def run_name(rank: int) -> str:
+    """The name of a rank's swap files, with the ending .bin, and of the directory of its commits."""
+    return f"offloadzero-durable-rank{rank}"
+
+
+@dataclass(frozen=True)
+class StoredCommit:
+    """A commit that was read, every file of it checked."""
+
+    path: Path
+    meta: Meta
+    layout: Layout
+    second: Mapping[str, bool]  # by record with two places, whether the second one is the commit's
+    random: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The number of the step after which it was made."""
+        return self.meta.global_steps
+
+    def reader(self) -> SafetensorsReader:
+        """Open what was in memory."""
+        return SafetensorsReader(self.path / MEMORY)
+
+
+class RunDirectory:
+    """The commits of one rank's run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def steps(self) -> list[int]:
+        """The numbers of the commits that are there, the newest first."""
+        if not self.path.is_dir():
+            return []
+        found = [_STEP.fullmatch(entry.name) for entry in self.path.iterdir()]
+        return sorted((int(match[1]) for match in found if match is not None), reverse=True)
+
+    def read(self, step: int) -> StoredCommit:
+        """Read and check a commit. Raises CheckpointError where it is damaged."""
+        path = self.path / f"step-{step}"
+        with HashingPool() as pool:
+            for name, entry in read_manifest(path).items():
+                check_file(path / name, entry, pool)
+        values = parse_json(read_bytes(path / COMMIT, max_bytes=_MAX_BYTES), path / COMMIT)
+        return StoredCommit(path, read_meta(path), values["layout"], values["second"], values["random"])
+
+    def write(
+        self,
+        meta: Meta,
+        *,
+        layout: Layout,
+        second: Mapping[str, bool],
+        random: Mapping[str, Any],
+        memory: Sequence[tuple[TensorSpec, Iterable[torch.Tensor]]],
+        sync: Callable[[], None],
+    ) -> None:
+        """Write a commit; `sync` makes what it says of the swap files last before it counts. `memory`: pieces, flat."""
+        self.path.mkdir(exist_ok=True)
+        described = json.dumps({"layout": layout, "second": second, "random": random})
+        with new_folder(self.path / f"step-{meta.global_steps}") as folder, HashingPool() as pool:
+            files = CheckpointFiles(folder, pool)
+            with files.tensors(MEMORY, [spec for spec, _ in memory]) as writer:
+                for _, pieces in memory:
+                    writer.add_pieces(pieces)
+            files.add_bytes(COMMIT, described.encode())
+            files.seal(meta)
+            sync()
+
+    def keep_only(self, step: int) -> None:
+        """Remove the other commits, and let that last."""
+        others = [other for other in self.steps() if other != step]
+        for other in others:
+            shutil.rmtree(self.path / f"step-{other}")
+        if others:
+            sync_directory(self.path)
+
+
+# --- what lies where ---
+
+
+def layout_of(records: Sequence[Record], file_ids: Sequence[str], *, world_size: int) -> Layout:
+    """Describe the records' homes for a comparison: another run's states would be read as if they were this one's."""
+    return {
+        "world_size": world_size,
+        "swap files": [*file_ids],
+        **{record.name: _described(record) for record in records},
+    }
+
+
+def _described(record: Record) -> Layout:
+    return {
+        "parameters": {slot.name: [slot.offset, *slot.shape, slot.trainable] for slot in record.slots},
+        "optimizer": record.spec.name,
+        "segments": {
+            kind.value: [str(dtype), num_elements, record.segments[kind].tier.value, _offsets(record, kind)]
+            for kind, (dtype, num_elements) in record.layout.items()
+        },
+    }
+
+
+def _offsets(record: Record, kind: SegmentKind) -> list[int] | None:
+    place = record.segments[kind].place
+    if not isinstance(place, TwoPlaces) or not isinstance(place.present, Extent):
+        return None
+    return sorted(extent.offset for extent in (place.present, place.next) if isinstance(extent, Extent))
+
+
+def is_second(record: Record) -> bool | None:
+    """Whether the second of a record's two places on the drive is the present one; None: it has no two."""
+    for segment in (record.segments[kind] for kind in record.layout):
+        place = segment.place
+        if (
+            isinstance(place, TwoPlaces)
+            and isinstance(place.present, Extent)
+            and isinstance(place.next, Extent)
+        ):
+            return place.present.offset > place.next.offset
+    return None
+
+
+def expect_same_layout(commit: StoredCommit, own: Layout) -> None:
+    """Raise CheckpointError where a commit is of another model, optimizer, configuration or number of ranks."""
+    stored = commit.layout
+    for key in {**stored, **own}:
+        if stored.get(key) == own.get(key):
+            continue
+        has, wants = stored.get(key), own.get(key)
+        if isinstance(has, dict) and isinstance(wants, dict):
+            part = next(part for part in {**has, **wants} if has.get(part) != wants.get(part))
+            key, has, wants = f"{part} of {key}", has.get(part), wants.get(part)
+        raise CheckpointError(
+            f"{commit.path}: the run that lies here has other {key} than this one ({_short(has)}, and here "
+            f"{_short(wants)}): go on with its model and configuration, or name another nvme_path; to give it up, "
+            f"remove {commit.path.parent}* there"
+        )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- random states ---
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, as values of JSON."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": _text(torch.get_rng_state()),
+    }
+    if device.type != "cpu":
+        states["device"] = _text(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what `random_states` has returned."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(states["torch"]))
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(_tensor(states["device"]), device)
+
+
+def _text(state: torch.Tensor) -> str:
+    return b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)
