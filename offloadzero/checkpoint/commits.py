@@ -26,10 +26,11 @@ from offloadzero.checkpoint.format.manifest import HashingPool, check_file, read
 from offloadzero.checkpoint.format.meta import Meta, read_meta
 from offloadzero.checkpoint.format.names import COMMIT, MEMORY
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorSpec
-from offloadzero.checkpoint.partial import new_folder, sync_directory
+from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.states import CheckpointFiles
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import CheckpointError
+from offloadzero.memory.swap_file import sync_directory
 from offloadzero.memory.tiers import Extent, TwoPlaces
 from offloadzero.update.records import Record
 
@@ -97,7 +98,9 @@ class RunDirectory:
         sync: Callable[[], None],
     ) -> None:
         """Write a commit; `sync` makes what it says of the swap files last before it counts. `memory`: pieces, flat."""
-        self.path.mkdir(exist_ok=True)
+        if not self.path.is_dir():
+            self.path.mkdir()
+            sync_directory(self.path.parent)
         described = json.dumps({"layout": layout, "second": second, "random": random})
         with new_folder(self.path / f"step-{meta.global_steps}") as folder, HashingPool() as pool:
             files = CheckpointFiles(folder, pool)

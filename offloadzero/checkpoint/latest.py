@@ -45,10 +45,11 @@ from offloadzero.checkpoint.format.names import (
     parse_unfinished,
     part_directory,
 )
-from offloadzero.checkpoint.partial import alone_in, new_file, not_ours, sync_directory
+from offloadzero.checkpoint.partial import alone_in, new_file, not_ours
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
+from offloadzero.memory.swap_file import sync_directory
 
 _MAX_LATEST_BYTES = 4096
 _NO_DIRECTORY = (

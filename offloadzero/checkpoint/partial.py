@@ -40,6 +40,7 @@ from offloadzero.checkpoint.format.names import (
 )
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError, ConfigError
+from offloadzero.memory.swap_file import sync_directory
 
 log = logging.getLogger("offloadzero.checkpoint")
 
@@ -339,12 +340,3 @@ def _remove_own(path: Path) -> None:
         if error.errno != errno.ENOTEMPTY:
             raise
         log.warning("%s holds what is not of the checkpoint: it stays", path)
-
-
-def sync_directory(path: Path) -> None:
-    """Write the names in a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

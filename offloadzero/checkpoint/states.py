@@ -55,11 +55,11 @@ from offloadzero.checkpoint.partial import (
     clear_leftovers,
     expect_replaceable,
     new_file,
-    sync_directory,
 )
 from offloadzero.checkpoint.stored_states import read_states, state_names, state_specs
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
+from offloadzero.memory.swap_file import sync_directory
 from offloadzero.streaming.building.coded_parameters import is_coded
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

@@ -23,6 +23,9 @@ The name cannot be guessed. Its process number is only for people: two container
 The files of a durable run are another matter: they are to be found again, by a name that follows from the configuration
 and the rank, and nothing of ours removes them. They have the same mark and lock, so a second process that wants the
 same name is refused.
+
+A lock belongs to all processes that have the descriptor. A forked child, a worker of a DataLoader say, may outlive this
+process by seconds when it is killed; so a child closes it.
 All use goes through the descriptor (/proc/self/fd): changes of the name meanwhile do not matter.
 """
 
@@ -36,6 +39,7 @@ import os
 import re
 import secrets
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +86,7 @@ class SwapFile:
         self.file_id = file_id.hex()
         self._is_kept = kept is not None
         self.descriptor = -1
+        _open_files.add(self)
         try:
             self.path = self.path.absolute()  # removed later, perhaps from another directory
             if kept is None:
@@ -126,6 +131,7 @@ class SwapFile:
             return
         os.ftruncate(self.descriptor, 0)  # what is reserved anew reads as zeros
         _write_mark(self.descriptor, file_id)
+        sync_directory(directory)  # or a power failure could leave commits without it
 
     @property
     def open_path(self) -> str:
@@ -149,6 +155,12 @@ class SwapFile:
         finally:
             os.close(descriptor)
 
+    def close_in_child(self) -> None:
+        """Let the lock be the parent's alone."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def _has_name(self, descriptor: int) -> bool:
         try:
             is_ours = _is_same(os.stat(self.path, follow_symlinks=False), os.fstat(descriptor))
@@ -157,6 +169,17 @@ class SwapFile:
         if not is_ours:
             log.warning("%s is another file by now and stays", self.path)
         return is_ours
+
+
+_open_files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in list(_open_files):
+        file.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def remove_stale_files(directory: Path) -> list[Path]:
@@ -191,6 +214,15 @@ def _directory(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Write the names in a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

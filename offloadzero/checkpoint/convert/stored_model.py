@@ -25,10 +25,11 @@ from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import BUFFERS, IS_LATEST, tag_problem, unit_file
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, TensorSpec, expect_known_dtypes
 from offloadzero.checkpoint.latest import write_latest
-from offloadzero.checkpoint.partial import new_folder, sync_directory
+from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.states import CheckpointFiles
 from offloadzero.checkpoint.verify import Checkpoint, OpenDirectory, StoredTensor
 from offloadzero.errors import CheckpointError
+from offloadzero.memory.swap_file import sync_directory
 
 _FILE_BYTES = 1 << 30  # of a checkpoint that is written: as large as a file of a large unit
 
