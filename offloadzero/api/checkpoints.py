@@ -210,7 +210,7 @@ class EngineCheckpoints:
         meta = copy.deepcopy(self._meta(client_state, None, lr_scheduler))
         changes, records = self._runtime.changes, self._runtime.records
         updates = [changes.update_ticket(record.index) for record in records]
-        run.commit(meta, random_states(self._runtime.accelerator.device), updates)
+        run.commit(meta, random_states(self._runtime.accelerator.asynchronous), updates)
 
     def resume(self, lr_scheduler: Any) -> dict[str, Any] | None:
         """Go on with the run that was found, as `Engine.resume` says."""
@@ -231,7 +231,7 @@ class EngineCheckpoints:
                 group.update(saved)
             if found.meta.lr_scheduler is not None:
                 lr_scheduler.load_state_dict(found.meta.lr_scheduler)
-            set_random_states(found.random, self._runtime.accelerator.device)
+            set_random_states(found.random, self._runtime.accelerator.asynchronous)
             self._has_resumed = True
         return found.meta.client_state
 

@@ -30,6 +30,7 @@ from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.states import CheckpointFiles
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import CheckpointError
+from offloadzero.memory.device import Device
 from offloadzero.memory.swap_file import sync_directory
 from offloadzero.memory.tiers import Extent, TwoPlaces
 from offloadzero.update.records import Record
@@ -188,7 +189,7 @@ def _short(value: object) -> str:
 # --- random states ---
 
 
-def random_states(device: torch.device) -> dict[str, Any]:
+def random_states(device: Device) -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators, as values of JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     states = {
@@ -196,20 +197,21 @@ def random_states(device: torch.device) -> dict[str, Any]:
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": _text(torch.get_rng_state()),
     }
-    if device.type != "cpu":
-        states["device"] = _text(torch.get_device_module(device).get_rng_state(device))
+    of_device = device.random_state()
+    if of_device is not None:
+        states["device"] = _text(of_device)
     return states
 
 
-def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+def set_random_states(states: Mapping[str, Any], device: Device) -> None:
     """Set the generators to what `random_states` has returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_tensor(states["torch"]))
-    if device.type != "cpu" and "device" in states:
-        torch.get_device_module(device).set_rng_state(_tensor(states["device"]), device)
+    if "device" in states:
+        device.set_random_state(_tensor(states["device"]))
 
 
 def _text(state: torch.Tensor) -> str:

@@ -108,6 +108,13 @@ class Device:
         """The bytes that can be taken now; None if they are the host's."""
         return None
 
+    def random_state(self) -> torch.Tensor | None:
+        """The state of torch's generator of the device, uint8 in host memory; None for the CPU, whose is torch's own."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Set the generator to a state of `random_state`."""
+
     def check_not_capturing(self) -> None:
         """Raise StateError while the calling thread's stream records a graph: a graph cannot hold transfers."""
 
@@ -195,6 +202,15 @@ class StreamDevice(Device):
             ask = torch.get_device_module(self.torch_device).mem_get_info
         free, _ = ask(self.torch_device)
         return int(free)
+
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the device's default generator."""
+        state: torch.Tensor = torch.get_device_module(self.torch_device).get_rng_state(self.torch_device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Set the device's default generator."""
+        torch.get_device_module(self.torch_device).set_rng_state(state, self.torch_device)
 
 
 class CudaDevice(StreamDevice):

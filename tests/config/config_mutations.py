@@ -100,6 +100,7 @@ def _own(directory: Path) -> Json:
             "nvme_path": str(directory),
             "frozen_weights": "in_place",
             "versions": "auto",
+            "durable": True,
             "state_layout": "fp32",
             "placement_tokens": 4096,
             "units": {"patterns": ["0", "1*"], "min_leaf_elements": 16, "prefetch_units": 1},

@@ -207,6 +207,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.units", "prefetch_units"): (3, {}),
     ("offloadzero", "frozen_weights"): ("copy", {}),
     ("offloadzero", "versions"): (True, {}),
+    ("offloadzero", "durable"): (True, {"nvme_path": "/tmp"}),
     ("offloadzero", "state_layout"): ("compact", {}),
     ("offloadzero", "placement_tokens"): (4096, {"placement": "auto"}),
     ("offloadzero.update", "in_backward"): (False, {}),
