@@ -204,7 +204,7 @@ class EngineCheckpoints:
     def commit(self, client_state: Mapping[str, Any], lr_scheduler: Any) -> None:
         """Begin to commit the step that was taken last, if the run is durable."""
         run = self._runtime.durable
-        if run is None:
+        if run is None or self._coordinator.global_steps % self._runtime.config.durable:
             return
         # What the script may change meanwhile is taken now.
         meta = copy.deepcopy(self._meta(client_state, None, lr_scheduler))

@@ -228,6 +228,16 @@ def read_bool_or_auto(key: str, value: object) -> bool | None:
         raise ConfigError(key, value, f"{error.allowed}, auto") from None
 
 
+def read_durable(key: str, value: object) -> int:
+    """Read after how many steps a commit is made: true is 1, and false 0. Raises ConfigError."""
+    if isinstance(value, bool):
+        return int(value)
+    try:
+        return read_int(key, value, minimum=1)
+    except ConfigError as error:
+        raise ConfigError(key, value, f"true, false, {error.allowed}") from None
+
+
 def read_multiple(key: str, value: object, *, of: int) -> int:
     """Read a positive multiple of a number. Raises ConfigError."""
     number = read_int(key, value, minimum=of)

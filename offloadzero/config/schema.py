@@ -22,6 +22,7 @@ from offloadzero.config.readers import (
     read_bool_or_auto,
     read_cores,
     read_device,
+    read_durable,
     read_enum,
     read_float,
     read_int,
@@ -529,11 +530,11 @@ class OffloadConfig:
         read_bool_or_auto,
         auto_is_absent=False,
     )
-    durable: bool = own_key(
-        False,
+    durable: int = own_key(
+        0,
         "true: the files in nvme_path stay, and after a kill or a power failure engine.resume() goes on from the last "
-        "step; {default} when absent",
-        read_bool,
+        "step; a number: from the last one that is a multiple of it; false when absent",
+        read_durable,
     )
     state_layout: str = own_key(  # of the optimizer states of bf16 parameters
         STATE_LAYOUTS[0],

@@ -138,7 +138,7 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
         node_ranks=wire.node_ranks,
         reduces_codes=wire.quantized_gradients,
         divides_inputs=config.partition_activations,
-        commits=config.durable,
+        commits=config.durable > 0,
     )
     failures.tell_others(lambda error, has_failed: ranks.failure_store.report(error, has_failed=has_failed))
     for warning in filter(None, (shared_queues, _apart(ranks))):

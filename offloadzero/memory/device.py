@@ -109,7 +109,7 @@ class Device:
         return None
 
     def random_state(self) -> torch.Tensor | None:
-        """The state of torch's generator of the device, uint8 in host memory; None for the CPU, whose is torch's own."""
+        """The state of the device's generator, uint8 in host memory; None for the CPU, whose is torch's default one."""
         return None
 
     def set_random_state(self, state: torch.Tensor) -> None:

@@ -2,11 +2,11 @@
 
 [Note: durable runs]
 A durable run can be continued from its files, whenever it ends: by kill -9, a power failure, or as it should. After
-each step a commit says what the states are then. Those on NVMe are not copied for it. Their segments have two places:
-an update reads the present one and writes the next one, then they are exchanged, and the commit notes which one is
-present and is made when the drive has it (fdatasync). All else that training has is written beside it: states in
-memory, frozen parts left out, as the model has them; buffers, counters, the schedule, random states, what the script
-adds. So a commit costs no bytes on NVMe beyond these, and one step is lost at most.
+each step, or each so many, a commit says what the states are then. Those on NVMe are not copied for it. Their segments
+have two places: an update reads the present one and writes the next one, then they are exchanged, and the commit notes
+which one is present and is made when the drive has it (fdatasync). All else that training has is written beside it:
+states in memory, without frozen weights, which the model has; buffers, counters, the schedule, random states, what the
+script adds. So a commit costs no bytes on NVMe beyond these, and one step is lost at most.
 
 What a commit needs is not written before the next one is made. That is all the order there is:
 

@@ -89,7 +89,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "offloadzero.update.num_chunks_in_flight": ("; 3 when", lambda c: c.update.num_chunks_in_flight == 3),
     "offloadzero.frozen_weights": ("; auto when", lambda c: c.frozen_weights == "auto"),
     "offloadzero.versions": ("auto when", lambda c: c.versions is None),
-    "offloadzero.durable": ("; false when", lambda c: not c.durable),
+    "offloadzero.durable": ("; false when", lambda c: c.durable == 0),
     "offloadzero.aio.checksums": ("; false when", lambda c: not c.aio.checksums),
     "offloadzero.observe.step_line": ("; false when", lambda c: not c.observe.step_line),
     "offloadzero.observe.nvme_shared": ("; false when", lambda c: not c.observe.nvme_shared),

@@ -133,7 +133,9 @@ def nothing() -> dict[str, Any]:
 def engine_that_has_trained() -> dict[str, Any]:
     engine = make_engine(settings(placement="host"))
     train(engine, num_steps=1)
-    return {"engine": engine}
+    durable = settings(Path.cwd(), placement="nvme", durable=True)
+    names = {"model": TinyModel(), "config": durable, "batches": [tokens(0), tokens(1)], "num_steps": 2}
+    return {"engine": engine, "offloadzero": offloadzero, **names}
 
 
 def matrices_and_others() -> dict[str, Any]:
