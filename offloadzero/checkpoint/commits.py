@@ -13,7 +13,8 @@ import random
 import re
 import shutil
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, Te
 from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.states import CheckpointFiles
 from offloadzero.core.segments import SegmentKind
-from offloadzero.errors import CheckpointError
+from offloadzero.errors import CheckpointError, OffloadError
 from offloadzero.memory.device import Device
 from offloadzero.memory.swap_file import sync_directory
 from offloadzero.memory.tiers import Extent, TwoPlaces
@@ -99,11 +100,16 @@ class RunDirectory:
         sync: Callable[[], None],
     ) -> None:
         """Write a commit; `sync` makes what it says of the swap files last before it counts. `memory`: pieces, flat."""
-        if not self.path.is_dir():
-            self.path.mkdir()
-            sync_directory(self.path.parent)
+        with self._named(meta.global_steps):
+            if not self.path.is_dir():
+                self.path.mkdir()
+                sync_directory(self.path.parent)
         described = json.dumps({"layout": layout, "second": second, "random": random})
-        with new_folder(self.path / f"step-{meta.global_steps}") as folder, HashingPool() as pool:
+        with (
+            self._named(meta.global_steps),
+            new_folder(self.path / f"step-{meta.global_steps}") as folder,
+            HashingPool() as pool,
+        ):
             files = CheckpointFiles(folder, pool)
             with files.tensors(MEMORY, [spec for spec, _ in memory]) as writer:
                 for _, pieces in memory:
@@ -112,13 +118,26 @@ class RunDirectory:
             files.seal(meta)
             sync()
 
+    @contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, OffloadError):
+                raise
+            raise CheckpointError(
+                f"{error.filename or self.path}: {error.strerror or error}: step {step} is not committed, the last "
+                "commit is as it was"
+            ) from error
+
     def keep_only(self, step: int) -> None:
         """Remove the other commits, and let that last."""
         others = [other for other in self.steps() if other != step]
-        for other in others:
-            shutil.rmtree(self.path / f"step-{other}")
-        if others:
-            sync_directory(self.path)
+        with self._named(step):
+            for other in others:
+                shutil.rmtree(self.path / f"step-{other}")
+            if others:
+                sync_directory(self.path)
 
 
 # --- what lies where ---
@@ -134,6 +153,7 @@ def layout_of(records: Sequence[Record], file_ids: Sequence[str], *, world_size:
 
 
 def _described(record: Record) -> Layout:
+    grad = record.segments.get(SegmentKind.GRAD)  # not committed, but its home has a place among the others
     return {
         "parameters": {slot.name: [slot.offset, *slot.shape, slot.trainable] for slot in record.slots},
         "optimizer": record.spec.name,
@@ -141,6 +161,7 @@ def _described(record: Record) -> Layout:
             kind.value: [str(dtype), num_elements, record.segments[kind].tier.value, _offsets(record, kind)]
             for kind, (dtype, num_elements) in record.layout.items()
         },
+        "gradient": None if grad is None else grad.tier.value,
     }
 
 

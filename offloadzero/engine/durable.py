@@ -90,6 +90,7 @@ def with_homes_of(config: OffloadConfig, found: StoredCommit) -> OffloadConfig:
             units=glob.escape(name),
             tiers=MappingProxyType(
                 {SegmentKind(kind): TierName(tier) for kind, (_, _, tier, _) in said["segments"].items()}
+                | ({} if said["gradient"] is None else {SegmentKind.GRAD: TierName(said["gradient"])})
             ),
         )
         for name, said in sorted(found.layout.items())
