@@ -155,7 +155,7 @@ def _child(rank: int, num_ranks: int, directory: Path, work: Callable[[Callable[
     os._exit(0)
 
 
-def _run_all(
+def run_children(
     num_ranks: int,
     directory: Path,
     work: Callable[[int, Callable[[str], None]], None],
@@ -190,7 +190,7 @@ def find_plain(kind: Kind, directory: Path) -> list[list[str]]:
     def work(rank: int, say: Callable[[str], None]) -> None:
         say(" ".join(plain_digests(kind, directory)))
 
-    codes = _run_all(kind.num_ranks, directory, work)
+    codes = run_children(kind.num_ranks, directory, work)
     assert not any(codes), (codes, [path.read_text() for path in directory.glob("error-*")])
     return [(directory / f"log-{rank}").read_text().split() for rank in range(kind.num_ranks)]
 
@@ -215,7 +215,7 @@ def run_case(case: Case, plain: Sequence[Sequence[str]]) -> dict[str, Any]:
         def work(rank: int, say: Callable[[str], None]) -> None:
             live(case, kill if rank in victims else NO_KILL, say, looks=looks)
 
-        codes = _run_all(kind.num_ranks, directory, work, rest_s=rest_s)
+        codes = run_children(kind.num_ranks, directory, work, rest_s=rest_s)
         num_killed += -signal.SIGKILL in codes
         for rank, code in enumerate(codes):
             error = directory / f"error-{rank}"

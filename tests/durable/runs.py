@@ -15,6 +15,11 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.zero import (
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from tests.support.checkpoints import state_digest
 
 NUM_STEPS = 7
@@ -75,6 +80,7 @@ class Kind:
     is_adapter: bool = False
     bad_steps: tuple[int, ...] = ()  # whose loss is not finite
     num_ranks: int = 1
+    writes: bool = False  # the script writes weights and states before every second step
 
 
 KINDS = {
@@ -106,6 +112,9 @@ KINDS = {
     ),
     "every third": Kind(own={"durable": 3}),
     "every second mixed": Kind(MIXED, own={"durable": 2}),
+    "script writes": Kind(writes=True),
+    "script writes mixed": Kind(MIXED, writes=True),
+    "script writes, every third": Kind(writes=True, own={"durable": 3}),
     "checksums": Kind(own={"aio": {"checksums": True}}),
     "auto": Kind("auto"),
     "two ranks stage 1": Kind(ON_DEVICE, top={"zero_optimization": {"stage": 1}}, num_ranks=2),
@@ -150,6 +159,8 @@ def make(kind: Kind, directory: Path | str, *, durable: bool = True) -> Any:
 
 def train_step(engine: Any, kind: Kind, number: int) -> float:
     """Step `number`, from 0, whose batches come of the generators; `client_state` says what the next one is."""
+    if kind.writes and number % 2:
+        _write(engine.module)
     loss = torch.zeros(())
     for _ in range(engine.gradient_accumulation_steps()):
         tokens = torch.randint(0, 24, (2, 5)) + int(os.environ.get("RANK", "0"))
@@ -158,6 +169,16 @@ def train_step(engine: Any, kind: Kind, number: int) -> float:
         engine.client_state = {"next": number + 1}
         engine.step()
     return float(loss)
+
+
+def _write(model: Net) -> None:
+    """Change weights and states of one unit, and the weights of another."""
+    up, rare = model.blocks[0].up, model.rare
+    with torch.no_grad(), offloadzero.zero.GatheredParameters([up.weight], modifier_rank=0):
+        up.weight.mul_(0.5)
+    moment = safe_get_full_optimizer_state(rare.weight, "exp_avg")
+    safe_set_full_optimizer_state(rare.weight, moment * 0.5 + 0.25, "exp_avg")
+    safe_set_full_fp32_param(rare.bias, rare.bias.detach().float() + 0.25)
 
 
 def digest(engine: Any) -> str:
