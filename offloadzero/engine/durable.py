@@ -179,16 +179,16 @@ class DurableRun:
         """Take the states of the commit which is found."""
         if self.found is None:
             return
+        for record in self._records:  # before the rest is written: a segment in memory may have two places, too
+            if record.committed is Committed.NEXT:
+                record.flip()
+            for slot in record.trainable_slots:
+                slot.step = self.found.meta.steps[slot.name]
         with self.found.reader() as reader:
             for name, segment, num_elements in self._in_memory:
                 self._store.write(segment, reader.read(name)[:num_elements]).wait()
             for name, buffer in persistent_buffers(self._model).items():
                 write_buffer(buffer, reader.read(_buffer_name(name)))
-        for record in self._records:
-            if record.committed is Committed.NEXT:
-                record.flip()
-            for slot in record.trainable_slots:
-                slot.step = self.found.meta.steps[slot.name]
 
     # --- commits ---
 

@@ -1,0 +1,128 @@
+"""Runs that are continued from crash images: `python -m tests.durable.imaged CASES.json` prints what was wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offloadzero.checkpoint import partial
+from offloadzero.memory.nvme import NvmeTier
+from offloadzero.update.commits import Commits
+from offloadzero.update.records import Record
+from tests.durable.crash_images import Images, Recorder
+from tests.durable.killed import find_plain, run_children
+from tests.durable.runs import KINDS, NUM_STEPS, digest, make, train_step
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is recorded from step `first` on, and `num_images` of it."""
+
+    seed: int
+    kind: str
+    directory: str
+    first: int
+    num_images: int
+    planted: str = ""  # a bug of the package, by name
+
+
+def _plant(name: str) -> None:
+    """Have the bug in this process."""
+    if name == "no fdatasync":
+        NvmeTier.sync = lambda tier: None  # type: ignore[method-assign]
+    elif name == "updates before the commit":
+        Commits.after = lambda commits, update: update  # type: ignore[method-assign]
+    elif name == "present place written":
+        Record.makes_next_version = False  # type: ignore[assignment, method-assign]
+    elif name == "no fsync of names":
+        partial.sync_directory = lambda path: None
+
+
+def train_to(case: Case, directory: Path, stop: int) -> None:
+    """Go on with the run, or begin it."""
+    kind = KINDS[case.kind]
+    engine = make(kind, directory)
+    state = engine.resume()
+    for number in range(0 if state is None else state["next"], stop):
+        train_step(engine, kind, number)
+    engine.close()
+
+
+def look(case: Case, image: Path, say: Say) -> None:
+    """Say at which step the run is continued, and its digest then."""
+    engine = make(KINDS[case.kind], image)
+    state = engine.resume()
+    say(f"{0 if state is None else state['next']} {digest(engine)}")
+    engine.close()
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Record the run, and continue it from images. Returns what was wrong."""
+    top = Path(case.directory)
+    top.mkdir(parents=True)
+    run, base, trace = top / "run", top / "base", top / "trace"
+    run.mkdir()
+    (plain,) = find_plain(KINDS[case.kind], top / "plain")
+    if case.first:
+        assert run_children(1, top, lambda _, say: train_to(case, run, case.first)) == [0], _error(top)
+    shutil.copytree(run, base)
+
+    def record(_: int, say: Say) -> None:
+        _plant(case.planted)
+        recorder = Recorder(run)
+        with recorder.recording():
+            train_to(case, run, NUM_STEPS)
+        trace.write_bytes(pickle.dumps(recorder.events))
+
+    assert run_children(1, top, record) == [0], _error(top)
+    events = pickle.loads(trace.read_bytes())
+    images, draw = Images(base, events), random.Random(case.seed)
+    wrong: list[str] = []
+    steps: Counter[int] = Counter()
+    for number in range(case.num_images):
+        image = top / f"image {number}"
+        moment = draw.randint(1, len(events))
+        oldest, newest = images.make(image, moment, draw)
+        (top / "log-0").unlink(missing_ok=True)
+        codes = run_children(1, top, lambda _, say: look(case, image, say))
+        what = f"image {number} before event {moment} of {len(events)}: {[str(part)[:60] for part in events[moment - 1]]}"
+        if codes != [0]:
+            wrong.append(f"{what}: {codes} {_error(top)}")
+            continue
+        step, found = (top / "log-0").read_text().split()
+        steps[int(step)] += 1
+        if found != plain[int(step)]:
+            wrong.append(f"{what}: at step {step} with other values")
+        if not oldest <= int(step) <= newest:
+            wrong.append(f"{what}: at step {step}, not {oldest} to {newest}")
+        shutil.rmtree(image)
+    if not wrong:
+        shutil.rmtree(top)
+    return {**asdict(case), "wrong": wrong, "steps": dict(steps), "kinds": Counter(e[0] for e in events)}
+
+
+def _error(top: Path) -> str:
+    path = top / "error-0"
+    text = path.read_text() if path.exists() else ""
+    path.unlink(missing_ok=True)
+    return text
+
+
+def main() -> None:
+    """Run the cases of the file."""
+    for given in json.loads(Path(sys.argv[1]).read_text()):
+        print(json.dumps(run_case(Case(**given))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
