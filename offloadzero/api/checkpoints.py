@@ -196,10 +196,19 @@ class EngineCheckpoints:
                 f"{run.found.path.parent}* before"
             )
 
-    def expect_committable(self, client_state: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a state that a commit cannot keep, before its step is taken."""
-        if self._runtime.durable is not None:
-            encode_plain(client_dict(client_state), "client_state")
+    @contextmanager
+    def committing(self, client_state: Mapping[str, Any]) -> Iterator[None]:
+        """A block that takes a step which `commit` follows. Raises ConfigError for a state that it cannot keep."""
+        run = self._runtime.durable
+        if run is None:
+            yield
+            return
+        encode_plain(client_dict(client_state), "client_state")
+        run.is_committing = True
+        try:
+            yield
+        finally:
+            run.is_committing = False
 
     def commit(self, client_state: Mapping[str, Any], lr_scheduler: Any) -> None:
         """Begin to commit the step that was taken last, if the run is durable."""

@@ -87,9 +87,15 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
     by_rank = group.control.by_rank(told, "the commits that ranks have")
     of_all = set.intersection(*map(set, by_rank)) - {0}
     if not of_all and any(map(any, by_rank)):
-        raise CheckpointError(
-            f"{path}: the ranks have no commit in common; by rank they have {by_rank} (0: none)"
+        # The end has come with the first commit, which some ranks have made and others not.
+        is_first = set(told) <= {0, 1} and (
+            1 not in told or directory.read(1).layout["world_size"] == len(by_rank)
         )
+        if group.is_on_some(not is_first):
+            raise CheckpointError(
+                f"{path}: the ranks have no commit in common; by rank they have {by_rank} (0: none)"
+            )
+        directory.keep_only(0)
     with group.together(_START):
         found = directory.read(max(of_all)) if of_all else None
     return OpenRun(config if found is None else _with_homes_of(config, found), group, directory, found)
@@ -142,6 +148,7 @@ class DurableRun:
         self._model, self._records, self._store, self._group = model, records, store, group
         self._directory = directory
         self._number = 0 if found is None else found.number  # of the last commit
+        self.is_committing = False  # in the step that is taken
         self._is_noted = False  # in the swap files that there is a commit
         self.found = found
         self._lane: Lane | None = None
@@ -179,7 +186,9 @@ class DurableRun:
         """Take the states of the commit which is found."""
         if self.found is None:
             return
-        for record in self._records:  # before the rest is written: a segment in memory may have two places, too
+        for (
+            record
+        ) in self._records:  # before the rest is written: a segment in memory may have two places, too
             if record.committed is Committed.NEXT:
                 record.flip()
             for slot in record.trainable_slots:
@@ -241,12 +250,12 @@ class DurableRun:
             "file_bytes": [file.num_bytes for file in self._files],
         }
         self._directory.write(number, meta, described, memory=memory, sync=self._sync)
+        there = torch.ones(1, dtype=torch.uint8, device="cpu")
+        self._group.commits.all_reduce(there, f"the commit of step {meta.global_steps}")
         if not self._is_noted:
             for file in self._files:
                 file.note_commit()
             self._is_noted = True
-        there = torch.ones(1, dtype=torch.uint8, device="cpu")
-        self._group.commits.all_reduce(there, f"the commit of step {meta.global_steps}")
         self._directory.keep_only(number)
 
     @property
