@@ -191,21 +191,32 @@ class EngineCheckpoints:
         run = self._runtime.durable
         if run is not None and run.found is not None and not self._has_resumed:
             raise StateError(
-                f"engine.{call}(): {run.found.path} has this run after step {run.found.step}, and this engine its "
-                "states: engine.resume() goes on with it, and says where it is. To begin anew remove "
+                f"engine.{call}(): {run.found.path} has this run after step {run.found.meta.global_steps}, and this "
+                "engine its states: engine.resume() goes on with it, and says where it is. To begin anew remove "
                 f"{run.found.path.parent}* before"
             )
 
-    def expect_committable(self, client_state: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a state that a commit cannot keep, before its step is taken."""
-        if self._runtime.durable is not None:
-            encode_plain(client_dict(client_state), "client_state")
+    @contextmanager
+    def committing(self, client_state: Mapping[str, Any]) -> Iterator[None]:
+        """A block that takes a step which `commit` follows. Raises ConfigError for a state that it cannot keep."""
+        run = self._runtime.durable
+        if run is None:
+            yield
+            return
+        encode_plain(client_dict(client_state), "client_state")
+        run.is_committing = True
+        try:
+            yield
+        finally:
+            run.is_committing = False
 
     def commit(self, client_state: Mapping[str, Any], lr_scheduler: Any) -> None:
         """Begin to commit the step that was taken last, if the run is durable."""
         run = self._runtime.durable
         if run is None or self._coordinator.global_steps % self._runtime.config.durable:
             return
+        with self._runtime.clock.waiting("commit"), self._runtime.failures.handed_over():
+            run.wait_complete()
         # What the script may change meanwhile is taken now.
         meta = copy.deepcopy(self._meta(client_state, None, lr_scheduler))
         changes, records = self._runtime.changes, self._runtime.records
@@ -225,7 +236,7 @@ class EngineCheckpoints:
             raise StateError("engine.resume(): once, and before the first step")
         with self._runtime.group.together("resume()"):
             groups = fit_param_groups(self._param_groups, found)
-            try_schedule(lr_scheduler, found)
+            try_schedule(lr_scheduler, found, skip="a durable run goes on with the schedule that it had")
             self._go_on_from(found.meta)
             for group, saved in zip(self._param_groups, groups, strict=True):
                 group.update(saved)

@@ -137,8 +137,8 @@ class Engine:
         if not self._accumulation.closes_step:
             self._accumulation.take()
             return
-        self._checkpoints.expect_committable(self.client_state)
-        optimizer.step()
+        with self._checkpoints.committing(self.client_state):
+            optimizer.step()
         self._accumulation.take()
         self._schedule_due = None if self.lr_scheduler is None else dict(lr_kwargs or {})
         self._advance_schedule()

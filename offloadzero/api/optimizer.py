@@ -317,6 +317,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @uninterrupted
     def _apply(self) -> None:
         self._expect_offloaded()
+        durable = self.runtime.durable
+        if durable is not None and not durable.is_committing:
+            raise StateError("a durable run takes its steps by engine.step(), which commits them")
         through("step.step", self.runtime.coordinator.step)()
         if self._scaled is not None:
             self._scaled.end_step()

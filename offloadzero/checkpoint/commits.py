@@ -1,7 +1,7 @@
 """The commits of a durable run as directories on the drive: [Note: durable runs] in update/commits.py.
 
 Each rank has a directory `offloadzero-durable-rankN` beside its swap file of that name, in the first of nvme_path. A
-commit in it, `step-N`, is like a checkpoint ([Note: how a checkpoint takes its name]). It has `meta.json`;
+commit in it, `commit-N`, is like a checkpoint ([Note: how a checkpoint takes its name]). It has `meta.json`;
 `commit.json`, which says what lies where in the swap files; `memory.safetensors` with all that does not; and the
 manifest with digests of all of them.
 """
@@ -13,7 +13,8 @@ import random
 import re
 import shutil
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, Te
 from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.states import CheckpointFiles
 from offloadzero.core.segments import SegmentKind
-from offloadzero.errors import CheckpointError
+from offloadzero.errors import CheckpointError, OffloadError
 from offloadzero.memory.device import Device
-from offloadzero.memory.swap_file import sync_directory
+from offloadzero.memory.swap_file import DirectoryLock, SwapFile, sync_directory
 from offloadzero.memory.tiers import Extent, TwoPlaces
 from offloadzero.update.records import Record
 
-_STEP = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"commit-(\d+)")
 _MAX_BYTES = 1 << 30
 
 Layout = Mapping[str, Any]  # values of JSON
@@ -55,11 +56,12 @@ class StoredCommit:
     layout: Layout
     second: Mapping[str, bool]  # by record with two places, whether the second one is the commit's
     random: Mapping[str, Any]
+    file_bytes: Sequence[int]  # of each swap file
 
     @property
-    def step(self) -> int:
-        """The number of the step after which it was made."""
-        return self.meta.global_steps
+    def number(self) -> int:
+        """The number of the commit, which grows. Those of steps may fall when a checkpoint is loaded."""
+        return number_of(self.path)
 
     def reader(self) -> SafetensorsReader:
         """Open what was in memory."""
@@ -67,73 +69,96 @@ class StoredCommit:
 
 
 class RunDirectory:
-    """The commits of one rank's run."""
+    """The commits of one rank's run, which has the directory's lock until `close`."""
 
     def __init__(self, path: Path) -> None:
+        """Make the directory, if it is not there. Raises ConfigError where another process has it, OSError."""
         self.path = path
+        self._lock = DirectoryLock(path)
 
-    def steps(self) -> list[int]:
+    def close(self) -> None:
+        """Leave the directory to others."""
+        self._lock.close()
+
+    def numbers(self) -> list[int]:
         """The numbers of the commits that are there, the newest first."""
-        if not self.path.is_dir():
-            return []
-        found = [_STEP.fullmatch(entry.name) for entry in self.path.iterdir()]
-        return sorted((int(match[1]) for match in found if match is not None), reverse=True)
+        return sorted(filter(None, map(number_of, self.path.iterdir())), reverse=True)
 
-    def read(self, step: int) -> StoredCommit:
+    def read(self, number: int) -> StoredCommit:
         """Read and check a commit. Raises CheckpointError where it is damaged."""
-        path = self.path / f"step-{step}"
+        path = self.path / f"commit-{number}"
         with HashingPool() as pool:
             for name, entry in read_manifest(path).items():
                 check_file(path / name, entry, pool)
         values = parse_json(read_bytes(path / COMMIT, max_bytes=_MAX_BYTES), path / COMMIT)
-        return StoredCommit(path, read_meta(path), values["layout"], values["second"], values["random"])
+        return StoredCommit(path, read_meta(path), **values)
 
     def write(
         self,
+        number: int,
         meta: Meta,
+        described: Mapping[str, Any],
         *,
-        layout: Layout,
-        second: Mapping[str, bool],
-        random: Mapping[str, Any],
         memory: Sequence[tuple[TensorSpec, Iterable[torch.Tensor]]],
         sync: Callable[[], None],
     ) -> None:
-        """Write a commit; `sync` makes what it says of the swap files last before it counts. `memory`: pieces, flat."""
-        if not self.path.is_dir():
-            self.path.mkdir()
-            sync_directory(self.path.parent)
-        described = json.dumps({"layout": layout, "second": second, "random": random})
-        with new_folder(self.path / f"step-{meta.global_steps}") as folder, HashingPool() as pool:
+        """Write a commit; `sync` makes what it says of the swap files last before it counts.
+
+        Args:
+            described: layout, second, random and file_bytes, as in `StoredCommit`.
+            memory: the tensors in memory, flat and in pieces.
+        """
+        path = self.path / f"commit-{number}"
+        with self._named(meta.global_steps), new_folder(path) as folder, HashingPool() as pool:
             files = CheckpointFiles(folder, pool)
             with files.tensors(MEMORY, [spec for spec, _ in memory]) as writer:
                 for _, pieces in memory:
                     writer.add_pieces(pieces)
-            files.add_bytes(COMMIT, described.encode())
+            files.add_bytes(COMMIT, json.dumps(described).encode())
             files.seal(meta)
             sync()
 
-    def keep_only(self, step: int) -> None:
-        """Remove the other commits, and let that last."""
-        others = [other for other in self.steps() if other != step]
+    @contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, OffloadError):
+                raise
+            raise CheckpointError(
+                f"{error.filename or self.path}: {error.strerror or error}: step {step} is not committed, the last "
+                "commit is as it was"
+            ) from error
+
+    def keep_only(self, number: int) -> None:
+        """Remove the other commits, and let that last. Raises OSError."""
+        others = [other for other in self.numbers() if other != number]
         for other in others:
-            shutil.rmtree(self.path / f"step-{other}")
+            shutil.rmtree(self.path / f"commit-{other}")
         if others:
             sync_directory(self.path)
+
+
+def number_of(path: Path) -> int:
+    """The number of a commit by its name, 1 and more; 0: it is none."""
+    match = _NAME.fullmatch(path.name)
+    return 0 if match is None else int(match[1])
 
 
 # --- what lies where ---
 
 
-def layout_of(records: Sequence[Record], file_ids: Sequence[str], *, world_size: int) -> Layout:
+def layout_of(records: Sequence[Record], files: Sequence[SwapFile], *, world_size: int) -> Layout:
     """Describe the records' homes for a comparison: another run's states would be read as if they were this one's."""
     return {
         "world_size": world_size,
-        "swap files": [*file_ids],
+        "swap files": [file.file_id for file in files],
         **{record.name: _described(record) for record in records},
     }
 
 
 def _described(record: Record) -> Layout:
+    grad = record.segments.get(SegmentKind.GRAD)  # not committed, but its home has a place among the others
     return {
         "parameters": {slot.name: [slot.offset, *slot.shape, slot.trainable] for slot in record.slots},
         "optimizer": record.spec.name,
@@ -141,6 +166,7 @@ def _described(record: Record) -> Layout:
             kind.value: [str(dtype), num_elements, record.segments[kind].tier.value, _offsets(record, kind)]
             for kind, (dtype, num_elements) in record.layout.items()
         },
+        "gradient": None if grad is None else grad.tier.value,
     }
 
 

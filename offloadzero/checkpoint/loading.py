@@ -38,6 +38,7 @@ from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.checkpoint")
 
+_SKIP_SCHEDULE = "pass load_lr_scheduler_states=False to leave the schedule out"
 WEIGHTS_ALONE = ". It has weights alone: pass load_module_only=True to begin with them"
 
 
@@ -252,10 +253,13 @@ def _same_kind(present: Any, saved: Any) -> bool:
     return True
 
 
-def try_schedule(scheduler: Any, checkpoint: Described) -> None:
-    """Raise CheckpointError unless the learning-rate schedule takes its saved state. It is not changed."""
+def try_schedule(scheduler: Any, checkpoint: Described, *, skip: str = _SKIP_SCHEDULE) -> None:
+    """Raise CheckpointError unless the learning-rate schedule takes its saved state. It is not changed.
+
+    `skip`: what to do where only one of the two has a schedule.
+    """
     meta = checkpoint.meta
-    _check_schedule(scheduler, meta, checkpoint)
+    _check_schedule(scheduler, meta, checkpoint, skip)
     if meta.lr_scheduler is None:
         return
     before = copy.deepcopy(scheduler.state_dict())
@@ -271,9 +275,8 @@ def try_schedule(scheduler: Any, checkpoint: Described) -> None:
         scheduler.load_state_dict(before)
 
 
-def _check_schedule(scheduler: Any, meta: Meta, checkpoint: Described) -> None:
+def _check_schedule(scheduler: Any, meta: Meta, checkpoint: Described, skip: str) -> None:
     own = schedule_name(scheduler)
-    skip = "pass load_lr_scheduler_states=False to leave the schedule out"
     if meta.lr_scheduler is None:
         if own is not None:
             raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +27,9 @@ from offloadzero.checkpoint.module_states import (
     read_extra_states,
     write_buffer,
 )
-from offloadzero.config import OffloadConfig, PlacementConfig, PlacementRule
+from offloadzero.config import OffloadConfig, PlacementConfig, PlacementRule, create_nvme_directories
 from offloadzero.core.segments import SegmentKind, TierName
+from offloadzero.engine.lifetime import Resources
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import Segment, TieredStore
@@ -39,20 +40,68 @@ from offloadzero.update.commits import Commits, Committed
 from offloadzero.update.records import Record
 
 _PIECE_BYTES = 16 << 20
+_START = "the start of a durable run"
 _NUM_TOLD = 2  # commits that a rank can have: the last one, and the one before until all have it
 
 
-def directory_of_run(config: OffloadConfig, group: Group) -> RunDirectory:
-    """The directory of this rank's commits."""
-    return RunDirectory(config.nvme_paths[0] / run_name(group.spec.rank))
+@dataclass(frozen=True)
+class OpenRun:
+    """The place of a run before its engine has memory, and the commit that is found there; of most runs neither."""
+
+    config: OffloadConfig  # with the homes of the run that is found
+    group: Group
+    directory: RunDirectory | None = None
+    found: StoredCommit | None = None
+
+    @property
+    def kept_file(self) -> KeptFile | None:
+        """The swap file that is to stay; None where the run is not durable."""
+        if self.directory is None:
+            return None
+        return KeptFile(f"{run_name(self.group.spec.rank)}.bin", has_data=self.found is not None)
+
+    def begin(self, model: nn.Module, records: Sequence[Record], store: TieredStore) -> DurableRun | None:
+        """Make the run when the homes are made, and spare those of the commit. Raises CheckpointError."""
+        if self.directory is None:
+            return None
+        with self.group.together(_START):
+            run = DurableRun(model, records, store, self.directory, group=self.group, found=self.found)
+        run.spare_committed()
+        return run
 
 
-def find_run(config: OffloadConfig, group: Group, model: nn.Module) -> StoredCommit | None:
-    """Return the last commit that all ranks have, or None: nothing is there yet. All ranks call this.
+def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: Resources) -> OpenRun:
+    """Find the last commit that all ranks have, or none: nothing is there yet. All ranks call this.
 
-    Raises ConfigError for what durable runs are not built for; CheckpointError where commits are damaged, or some ranks
-    have none.
+    Raises ConfigError for what durable runs are not built for, and where another process has the directory;
+    CheckpointError where commits are damaged, or some ranks have none.
     """
+    if not config.durable:
+        return OpenRun(config, group)
+    with group.together(_START):
+        _expect_committable(config, model)
+        create_nvme_directories(config.nvme_paths)
+        path = config.nvme_paths[0] / run_name(group.spec.rank)
+        directory = resources.make(lambda: RunDirectory(path))
+    told = [*directory.numbers()[:_NUM_TOLD], *[0] * _NUM_TOLD][:_NUM_TOLD]
+    by_rank = group.control.by_rank(told, "the commits that ranks have")
+    of_all = set.intersection(*map(set, by_rank)) - {0}
+    if not of_all and any(map(any, by_rank)):
+        # The end has come with the first commit, which some ranks have made and others not.
+        is_first = set(told) <= {0, 1} and (
+            1 not in told or directory.read(1).layout["world_size"] == len(by_rank)
+        )
+        if group.is_on_some(not is_first):
+            raise CheckpointError(
+                f"{path}: the ranks have no commit in common; by rank they have {by_rank} (0: none)"
+            )
+        directory.keep_only(0)
+    with group.together(_START):
+        found = directory.read(max(of_all)) if of_all else None
+    return OpenRun(config if found is None else _with_homes_of(config, found), group, directory, found)
+
+
+def _expect_committable(config: OffloadConfig, model: nn.Module) -> None:
     if config.mesh is not None:
         raise ConfigError(
             "offloadzero.durable", True, "false with mpu: it is built for ranks with the whole model"
@@ -62,26 +111,9 @@ def find_run(config: OffloadConfig, group: Group, model: nn.Module) -> StoredCom
             "offloadzero.durable", True, "false where modules have a get_extra_state() of their own"
         )
     expect_dense(persistent_buffers(model))
-    directory = directory_of_run(config, group)
-    told = [*directory.steps()[:_NUM_TOLD], *[-1] * _NUM_TOLD][:_NUM_TOLD]
-    by_rank = group.control.by_rank(told, "the steps of which ranks have commits")
-    of_all = set.intersection(*map(set, by_rank)) - {-1}
-    if not of_all and any(step >= 0 for steps in by_rank for step in steps):
-        raise CheckpointError(
-            f"{directory.path}: the ranks have no commit in common; by rank they have {by_rank} (-1: none)"
-        )
-    with group.together("the start of a durable run"):
-        return directory.read(max(of_all)) if of_all else None
 
 
-def kept_file(config: OffloadConfig, group: Group, found: StoredCommit | None) -> KeptFile | None:
-    """The swap file that is to stay; None where the run is not durable."""
-    if not config.durable:
-        return None
-    return KeptFile(f"{run_name(group.spec.rank)}.bin", has_data=found is not None)
-
-
-def with_homes_of(config: OffloadConfig, found: StoredCommit) -> OffloadConfig:
+def _with_homes_of(config: OffloadConfig, found: StoredCommit) -> OffloadConfig:
     """Return the configuration with the homes of a run in the place of "auto", which might choose others."""
     if not config.placement.auto:
         return config
@@ -90,6 +122,7 @@ def with_homes_of(config: OffloadConfig, found: StoredCommit) -> OffloadConfig:
             units=glob.escape(name),
             tiers=MappingProxyType(
                 {SegmentKind(kind): TierName(tier) for kind, (_, _, tier, _) in said["segments"].items()}
+                | ({} if said["gradient"] is None else {SegmentKind.GRAD: TierName(said["gradient"])})
             ),
         )
         for name, said in sorted(found.layout.items())
@@ -114,20 +147,24 @@ class DurableRun:
         """Make the run, whose homes are made. Raises CheckpointError where `found` is another's."""
         self._model, self._records, self._store, self._group = model, records, store, group
         self._directory = directory
+        self._number = 0 if found is None else found.number  # of the last commit
+        self.is_committing = False  # in the step that is taken
+        self._is_noted = False  # in the swap files that there is a commit
         self.found = found
         self._lane: Lane | None = None
         self._commits = Commits()
         for record in records:
             record.commits = self._commits
-        file_ids = [] if store.nvme is None else store.nvme.file_ids
-        self._layout = layout_of(records, file_ids, world_size=group.spec.world_size)
+        self._files = [] if store.nvme is None else store.nvme.swap_files
+        self._layout = layout_of(records, self._files, world_size=group.spec.world_size)
         self._in_memory = list(_segments_in_memory(records))
         if found is not None:
             expect_same_layout(found, self._layout)
-            if (
-                found.step not in directory.steps()
-            ):  # its process has gone on until this one had the swap files
-                raise CheckpointError(f"{found.path} is gone: another process has gone on with it meanwhile")
+            for file, num_bytes in zip(self._files, found.file_bytes, strict=True):
+                if file.kept_bytes != num_bytes:
+                    raise CheckpointError(
+                        f"{file.path} had {num_bytes:,} bytes when {found.path} was made, and has {file.kept_bytes:,}"
+                    )
 
     # --- a run that is found ---
 
@@ -135,9 +172,8 @@ class DurableRun:
         """Have the first values written into the places that are not those of the commit which is found."""
         if self.found is None:
             return
-        self._directory.keep_only(
-            self.found.step
-        )  # a newer one is not of all ranks, and would not be whole for long
+        # A newer one is not of all ranks, and would not be whole for long.
+        self._directory.keep_only(self._number)
         for record in self._records:
             of_commit = self.found.second.get(record.name)
             if of_commit is None:
@@ -150,7 +186,9 @@ class DurableRun:
         """Take the states of the commit which is found."""
         if self.found is None:
             return
-        for record in self._records:  # before the rest is written: a segment in memory may have two places, too
+        for (
+            record
+        ) in self._records:  # before the rest is written: a segment in memory may have two places, too
             if record.committed is Committed.NEXT:
                 record.flip()
             for slot in record.trainable_slots:
@@ -167,6 +205,8 @@ class DurableRun:
         """Begin to commit the step that was taken last, whose `updates` may run still. On the script's thread."""
         if self._lane is None:
             self._lane = self._store.accelerator.lane("commit", self._store.failures)
+        self._number += 1
+        number = self._number
         buffers = {
             _buffer_name(name): buffer.detach().to("cpu", copy=True)
             for name, buffer in persistent_buffers(self._model).items()
@@ -181,13 +221,19 @@ class DurableRun:
 
         counted = self._lane.submit(count, after=updates, label=f"step {meta.global_steps}")
         complete = self._lane.submit(
-            lambda: self._write(replace(meta, steps=steps), random, buffers),
+            lambda: self._write(number, replace(meta, steps=steps), random, buffers),
             after=[counted],
             label=f"step {meta.global_steps}",
         )
         self._commits.begin(counted, complete)
 
-    def _write(self, meta: Meta, random: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+    def wait_complete(self) -> None:
+        """Block until the last commit is made: no more than one step is lost."""
+        self._commits.complete.wait()
+
+    def _write(
+        self, number: int, meta: Meta, random: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
         memory: list[tuple[TensorSpec, Iterator[torch.Tensor]]] = [
             ((name, segment.dtype, torch.Size([num_elements])), self._pieces(segment, num_elements))
             for name, segment, num_elements in self._in_memory
@@ -197,17 +243,20 @@ class DurableRun:
             for name, buffer in buffers.items()
         ]
         second = {record.name: is_second(record) for record in self._records}
-        self._directory.write(
-            meta,
-            layout=self._layout,
-            second={name: of_second for name, of_second in second.items() if of_second is not None},
-            random=random,
-            memory=memory,
-            sync=self._sync,
-        )
+        described = {
+            "layout": self._layout,
+            "second": {name: of_second for name, of_second in second.items() if of_second is not None},
+            "random": random,
+            "file_bytes": [file.num_bytes for file in self._files],
+        }
+        self._directory.write(number, meta, described, memory=memory, sync=self._sync)
         there = torch.ones(1, dtype=torch.uint8, device="cpu")
         self._group.commits.all_reduce(there, f"the commit of step {meta.global_steps}")
-        self._directory.keep_only(meta.global_steps)
+        if not self._is_noted:
+            for file in self._files:
+                file.note_commit()
+            self._is_noted = True
+        self._directory.keep_only(number)
 
     @property
     def _sync(self) -> Callable[[], None]:

@@ -31,7 +31,7 @@ from offloadzero.engine.build import (
     open_store,
     plan_cut,
 )
-from offloadzero.engine.durable import DurableRun, directory_of_run, find_run, kept_file, with_homes_of
+from offloadzero.engine.durable import DurableRun, open_run
 from offloadzero.engine.join import agree_on_buffers, join_ranks
 from offloadzero.engine.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.errors import RankError, StateError
@@ -128,16 +128,16 @@ class Runtime:
         checkpointed = checkpointed_modules(model, cut, config)
         self._checkpointed = tuple(checkpointed)
         self.durable: DurableRun | None = None
-        self._found = find_run(config, self.group, model) if config.durable else None
-        self.plan = plan_cut(
-            cut,
-            config if self._found is None else with_homes_of(config, self._found),
-            self.accelerator,
-            spec=spec,
-            num_checkpointed=len(checkpointed),
-            group=self.group,
-        )
         try:
+            self._open = open_run(config, self.group, model, self.resources)
+            self.plan = plan_cut(
+                cut,
+                self._open.config,
+                self.accelerator,
+                spec=spec,
+                num_checkpointed=len(checkpointed),
+                group=self.group,
+            )
             self._take_memory()
             self._build(cut, checkpointed, param_groups, loop)
             self._go_live()
@@ -154,7 +154,7 @@ class Runtime:
                 self.plan,
                 self.accelerator,
                 failures=self.failures,
-                kept=kept_file(self.config, self.group, self._found),
+                kept=self._open.kept_file,
             )
         )
 
@@ -168,7 +168,7 @@ class Runtime:
         """Move the states to their homes, build the parts and put the hooks on the model."""
         create_segments(cut.records, self.plan, self.store)
         agree_on_buffers(self.group, self.model)
-        self.durable = self._make_durable()
+        self.durable = self._open.begin(self.model, self.records, self.store)
         self._original.load(self.store, self.group)
         for record in cut.records:
             write_states(record, param_groups, self.store)
@@ -191,17 +191,6 @@ class Runtime:
         self._attach(checkpointed)
         _move_buffers(self.model, self.accelerator.device)
         move_attached(self.model, self.accelerator.device)
-
-    def _make_durable(self) -> DurableRun | None:
-        if not self.config.durable:
-            return None
-        directory = directory_of_run(self.config, self.group)
-        with self.group.together("the start of a durable run"):
-            run = DurableRun(
-                self.model, self.records, self.store, directory, group=self.group, found=self._found
-            )
-        run.spare_committed()
-        return run
 
     @uninterrupted  # hooks that are half in place could not be removed again
     def _attach(self, checkpointed: Mapping[str, nn.Module]) -> None:

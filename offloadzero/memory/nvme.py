@@ -194,6 +194,8 @@ class NvmeTier(Tier):
                 if kept is None:
                     self._doomed.append(DoomedFile(self._files[-1].path))
             self._preallocate(waiting)
+            if self._checksums is not None and kept is not None:
+                self._checksums.forget(0, self.num_bytes)  # what is there has none
         except BaseException:
             self.close()
             raise
@@ -225,9 +227,9 @@ class NvmeTier(Tier):
         return [(backing.path, backing.swap.num_bytes) for backing in self._files]
 
     @property
-    def file_ids(self) -> list[str]:
-        """The number that each file has for its life, in hexadecimal digits."""
-        return [backing.swap.file_id for backing in self._files]
+    def swap_files(self) -> list[SwapFile]:
+        """The files, of which each has its part of the stripes."""
+        return [backing.swap for backing in self._files]
 
     def sync(self) -> None:
         """Block until all that has been written is on the drives. Raises AioError."""

@@ -62,6 +62,9 @@ _MODE = 0o600
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _NO_LINK = (errno.ENOENT, errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EXDEV)
 _MAX_TRIES = 16
+_COMMITTED, _COMMITTED_AT = b"\1", 256  # a byte in the mark
+
+_open_files: weakref.WeakSet[SwapFile | DirectoryLock] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,38 @@ class KeptFile:
 
     name: str
     has_data: bool  # else it begins anew
+
+
+class DirectoryLock:
+    """Keeps other processes from a directory, which is made, as long as it is not closed."""
+
+    def __init__(self, directory: Path) -> None:
+        """Take the lock. Raises ConfigError where another process has it, OSError."""
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(directory / ".lock", flags, _MODE)
+        _open_files.add(self)
+        try:
+            _lock_kept(self.descriptor, directory)
+        except BaseException:
+            self.close()
+            raise
+
+    @uninterrupted
+    def close(self) -> None:
+        """Give the lock up. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _lock_kept(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        allowed = f"a directory in which no other process trains: one has {path.name}, for it is durable"
+        raise ConfigError("offloadzero.nvme_path", str(path.parent), allowed) from error
 
 
 class SwapFile:
@@ -84,6 +119,7 @@ class SwapFile:
         name = f"offloadzero-{os.getpid()}-{file_id.hex()}.bin" if kept is None else kept.name
         self.path = directory / name
         self.file_id = file_id.hex()
+        self.kept_bytes = 0  # the size that it had when it was opened with its data
         self._is_kept = kept is not None
         self.descriptor = -1
         _open_files.add(self)
@@ -119,16 +155,18 @@ class SwapFile:
                 operation="open", path=str(self.path), offset=0, num_bytes=len(first), errno=errno.EEXIST,
                 detail="it is not a file of this package",
             )  # fmt: skip
-        try:
-            _take(self.descriptor, self.path)
-        except BlockingIOError as error:
-            allowed = (
-                f"a directory in which no other process trains: one has {self.path.name}, for it is durable"
-            )
-            raise ConfigError("offloadzero.nvme_path", str(directory), allowed) from error
+        _lock_kept(self.descriptor, self.path)
+        _take(self.descriptor, self.path)
         if has_data and first.startswith(_MAGIC):
-            self.file_id = first[len(_MAGIC) :].hex()
+            self.file_id, self.kept_bytes = first[len(_MAGIC) :].hex(), self.num_bytes
             return
+        if os.pread(self.descriptor, 1, _COMMITTED_AT) == _COMMITTED:
+            raise ConfigError(
+                "offloadzero.nvme_path",
+                str(directory),
+                f"the directories of the run whose states are in {self.path.name}, in their order: its commits are not "
+                f"in the first one. To begin anew remove {self.path.stem}* from all of them",
+            )
         os.ftruncate(self.descriptor, 0)  # what is reserved anew reads as zeros
         _write_mark(self.descriptor, file_id)
         sync_directory(directory)  # or a power failure could leave commits without it
@@ -155,11 +193,10 @@ class SwapFile:
         finally:
             os.close(descriptor)
 
-    def close_in_child(self) -> None:
-        """Let the lock be the parent's alone."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def note_commit(self) -> None:
+        """Note in the mark, for good, that a commit needs the data: the file does not begin anew."""
+        os.pwrite(self.descriptor, _COMMITTED, _COMMITTED_AT)
+        os.fdatasync(self.descriptor)
 
     def _has_name(self, descriptor: int) -> bool:
         try:
@@ -171,12 +208,11 @@ class SwapFile:
         return is_ours
 
 
-_open_files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
-
-
 def _close_in_child() -> None:
     for file in list(_open_files):
-        file.close_in_child()
+        descriptor, file.descriptor = file.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 os.register_at_fork(after_in_child=_close_in_child)

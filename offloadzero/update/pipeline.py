@@ -41,7 +41,7 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import D2H, DEVICE_UPDATE, H2D, UPDATE
 from offloadzero.update.delivery import Delivery, UpdateTicket
-from offloadzero.update.records import Record, UpdateRange
+from offloadzero.update.records import Record, UpdateRange, all_ranges
 from offloadzero.update.spec import Hyper, UpdateForm
 from offloadzero.update.staging import ChunkStager, StagedChunk, cut_device_memory, needs_slot
 
@@ -242,15 +242,14 @@ class UpdatePipeline:
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
             self._update_on_device(update, update.grad, previous)
             return
-        bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
+        makes_next_version = update.is_trial or update.record.makes_next_version
+        ranges = all_ranges(update.record) if makes_next_version else update.ranges
+        bounds = [(r.start, r.stop) for r in ranges if r.start < r.stop]
         if not bounds:  # what has a gradient has no elements, or none of this rank's
             self._finish(update, (previous,))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
-        makes_next_version = update.is_trial or update.record.makes_next_version
-        first, last = (
-            (0, update.record.kept_trainable) if makes_next_version else (bounds[0][0], bounds[-1][1])
-        )
+        first, last = bounds[0][0], bounds[-1][1]
         # Segments in host memory need no chunks: one call of the kernel.
         is_staged = self._is_staged(update)
         chunk_elements = self._chunk_elements if is_staged else update.record.kept_trainable

@@ -70,7 +70,13 @@ class Recorder:
             return None
         text = os.fsdecode(path)
         if not os.path.isabs(text):
-            at = self.root if text == SWAP else Path(os.readlink(f"/proc/self/fd/{dir_fd}")) if dir_fd >= 0 else None
+            at = (
+                self.root
+                if text == SWAP
+                else Path(os.readlink(f"/proc/self/fd/{dir_fd}"))
+                if dir_fd >= 0
+                else None
+            )
             if at is None:
                 return None
             text = str(at / text)
@@ -152,7 +158,9 @@ class _File:
 class _Directory:
     entries: dict[str, Any] = field(default_factory=dict)  # as the system has them
     lasting: dict[str, Any] = field(default_factory=dict)
-    changes: list[dict[str, Any]] = field(default_factory=list)  # since the last fsync: name -> node, None: gone
+    changes: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # since the last fsync: name -> node, None: gone
 
     def change(self, **names: Any) -> None:
         self.changes.append(names)
@@ -273,5 +281,7 @@ def _store(
             (target / name).chmod(0o600)
         else:
             whole = ever(node)
-            data = node.data if node.data is not None else whole[: draw.choice((0, len(whole) // 2, len(whole)))]
+            data = (
+                node.data if node.data is not None else whole[: draw.choice((0, len(whole) // 2, len(whole)))]
+            )
             (target / name).write_bytes(data)

@@ -30,7 +30,15 @@ from offloadzero.core.fail_points import listening
 from tests.durable.runs import KINDS, NUM_STEPS, Kind, digest, make, plain_digests, train_step
 
 NO_KILL = ("none", "", 0)
-POINTS = ("nvme.write", "nvme.read", "nvme.sync", "lane.launch", "update.stage", "update.compute", "step.step")
+POINTS = (
+    "nvme.write",
+    "nvme.read",
+    "nvme.sync",
+    "lane.launch",
+    "update.stage",
+    "update.compute",
+    "step.step",
+)
 LIFE_S = 60.0
 FILE_EVENTS = ("open", "os", "fcntl", "shutil")
 
@@ -165,7 +173,8 @@ def run_children(
     """The exit codes by rank. Where one is killed, the others have `rest_s` to go on, as under torchrun."""
     (directory / "store").unlink(missing_ok=True)
     pids = [
-        _child(rank, num_ranks, directory, lambda say, rank=rank: work(rank, say)) for rank in range(num_ranks)
+        _child(rank, num_ranks, directory, lambda say, rank=rank: work(rank, say))
+        for rank in range(num_ranks)
     ]
     codes: list[int | None] = [None] * num_ranks
     deadline_s = time.monotonic() + LIFE_S
@@ -242,7 +251,7 @@ def run_case(case: Case, plain: Sequence[Sequence[str]]) -> dict[str, Any]:
             log = directory / f"log-{rank}"
             lines = log.read_text().splitlines() if log.exists() else []
             seen = max([seen, *(int(line.split()[1]) for line in lines if line.startswith("stepped"))])
-        if wrong or not any(codes) and kill == NO_KILL or len(kills) > case.num_kills + 3:
+        if wrong or (not any(codes) and kill == NO_KILL) or len(kills) > case.num_kills + 3:
             break
     if not wrong:
         shutil.rmtree(directory)
@@ -255,7 +264,9 @@ def main() -> None:
     for given in json.loads(Path(sys.argv[1]).read_text()):
         case = Case(**given)
         if case.kind not in plain:
-            plain[case.kind] = find_plain(KINDS[case.kind], Path(case.directory).parent / f"plain {case.kind}")
+            plain[case.kind] = find_plain(
+                KINDS[case.kind], Path(case.directory).parent / f"plain {case.kind}"
+            )
         print(json.dumps(run_case(case, plain[case.kind])), flush=True)
 
 
