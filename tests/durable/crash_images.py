@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from offloadzero.checkpoint.commits import number_of
 from offloadzero.core.fail_points import listening
 from offloadzero.memory.swap_file import MARK_BYTES
 
@@ -186,9 +187,9 @@ class Images:
         self._ever = {event[1]: event[2] for event in events if event[0] == "sync file"}
 
     def make(self, target: Path, moment: int, draw: random.Random) -> tuple[int, int]:
-        """Make an image of the moment before event `moment`. Returns the oldest and the newest step it may have."""
+        """Make an image of the moment before event `moment`. Returns the oldest and the newest commit it may have."""
         tree = _load(self._base)
-        renamed, lasting = _steps(tree), _steps(tree)
+        renamed, lasting = _commits(tree), _commits(tree)
         done: set[int] = set()
         created: dict[int, str] = {}
         for event in self._events[:moment]:
@@ -213,8 +214,8 @@ class Images:
                 old, new = Path(rest[0]), Path(rest[1])
                 node = _find(tree, rest[0])
                 _parent(tree, rest[0]).change(**{old.name: None, new.name: node})
-                if new.name.startswith("step-"):
-                    renamed.add(int(new.name[5:]))
+                if number := number_of(new):
+                    renamed.add(number)
         swap = self._swap(moment, done, draw)
         _store(tree, target, draw, lambda node: self._ever.get(created.get(id(node), ""), b""), swap)
         return max(lasting, default=0), max(renamed, default=0)
@@ -247,9 +248,9 @@ def _load(path: Path) -> _Directory:
     return directory
 
 
-def _steps(tree: _Directory) -> set[int]:
+def _commits(tree: _Directory) -> set[int]:
     run = tree.entries.get(SWAP.removesuffix(".bin"))
-    return set() if run is None else {int(name[5:]) for name in run.entries if name.startswith("step-")}
+    return set() if run is None else set(filter(None, map(number_of, map(Path, run.entries))))
 
 
 def _find(tree: _Directory, path: str) -> Any:

@@ -103,8 +103,9 @@ def run_case(case: Case) -> dict[str, Any]:
         steps[int(step)] += 1
         if found != plain[int(step)]:
             wrong.append(f"{what}: at step {step} with other values")
-        if not oldest <= int(step) <= newest:
-            wrong.append(f"{what}: at step {step}, not {oldest} to {newest}")
+        every = int(KINDS[case.kind].own.get("durable", 1))
+        if not oldest * every <= int(step) <= newest * every:
+            wrong.append(f"{what}: at step {step}, not of commit {oldest} to {newest}")
         shutil.rmtree(image)
     if not wrong:
         shutil.rmtree(top)
