@@ -15,23 +15,22 @@ from offloadzero.errors import CheckpointError
 from tests.support.checkpoints import train
 from tests.support.faults import delays, fails
 
-TWO_PLACES: dict[str, dict[str, Any]] = {
-    "versions": {"gradient_clipping": 1e6, "versions": True},
-    "clipped": {"gradient_clipping": 1e-3, "versions": True},
-    "durable": {"gradient_clipping": 1.0, "durable": True},
-    "durable, in backward": {"gradient_clipping": 0.0, "durable": True},
-    "parameters on the host": {
-        "gradient_clipping": 1e6,
-        "versions": True,
-        "placement": {"param": "host", "states": "nvme"},
-    },
+TWO_PLACES: dict[
+    str, tuple[float, dict[str, Any]]
+] = {  # the norm at which gradients are clipped, and own keys
+    "versions": (1e6, {"versions": True}),
+    "clipped": (1e-3, {"versions": True}),
+    "durable": (1.0, {"durable": True}),
+    "durable, in backward": (0.0, {"durable": True}),
+    "parameters on the host": (1e6, {"versions": True, "placement": {"param": "host", "states": "nvme"}}),
 }
 
 
 def training(engine_of: Callable[..., Any], directory: Path, name: str, **keys: Any) -> offloadzero.Engine:
     directory.mkdir(exist_ok=True)
-    own = {"placement": "nvme", "nvme_path": str(directory), **TWO_PLACES[name], **keys}
-    engine: offloadzero.Engine = engine_of(**own)
+    max_norm, own = TWO_PLACES[name]
+    own = {"placement": "nvme", "nvme_path": str(directory), "units": {"min_leaf_elements": 100}, **own}
+    engine: offloadzero.Engine = engine_of(gradient_clipping=max_norm, offloadzero=own, **keys)
     return engine
 
 
@@ -81,10 +80,10 @@ def test_an_error_is_told_by_the_next_save_and_training_goes_on(
 ) -> None:
     engine = training(engine_of, tmp_path / "a", "versions")
     before = train(engine, 2)
-    with fails("checkpoint.write", OSError(28, "No space left on device"), about="0.weight"):
+    with fails("checkpoint.write", OSError(28, "No space left on device"), about="blocks.0.weight"):
         engine.save_checkpoint(tmp_path / "saved", wait=False)
         after = train(engine, 2, first=2)
-        with pytest.raises(CheckpointError, match="No space left on device.*nothing was saved"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*nothing was saved"):
             engine.finish_saving()
     assert [entry.name for entry in (tmp_path / "saved").iterdir()] == []
     engine.save_checkpoint(tmp_path / "saved", wait=False)
