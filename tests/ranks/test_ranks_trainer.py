@@ -6,9 +6,7 @@ import copy
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import sys
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +20,7 @@ import offloadzero
 from tests.scripts.common import Wrap, tokens
 from tests.scripts.peft_lora import make_lora
 from tests.scripts.transformers_trainer import VOCABULARY, make_llama
-from tests.support.tiny import script_environment
-from tests.support.warm import run_warm
+from tests.support.ranks import run_torchrun
 
 CASES = {"stage 1, host": (1, "cpu"), "stage 2, nvme": (2, "nvme"), "stage 3, host": (3, "cpu")}
 CASES |= {"stage 3, nvme": (3, "nvme")}
@@ -257,35 +254,11 @@ def of_rank(directory: Path) -> None:
         (directory / "found.json").write_text(json.dumps(found))
 
 
-def launch(directory: Path) -> None:
-    """Two ranks by torchrun's launcher, forked from a process that has imported what takes seconds of each."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    multiprocessing.set_forkserver_preload(["tests.ranks.trainer_server"])
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="forkserver",
-    )
-    elastic_launch(config, of_rank)(directory)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("trainer")
     (directory / "sft").mkdir()
-    module = "tests.ranks.test_ranks_trainer"
-    script = f"import sys, pathlib; from {module} import launch; launch(pathlib.Path(sys.argv[1]))"
-    run = run_warm(
-        [sys.executable, "-c", script, str(directory)],
-        env=script_environment(),
-        cwd=Path(__file__).parents[2],
-        timeout_s=480,
-    )
+    run = run_torchrun(Path(__file__), directory, cwd=Path(__file__).parents[2], timeout_s=480)
     assert run.returncode == 0, run.stderr
     result: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return result
@@ -358,3 +331,7 @@ def test_accelerate_still_asks_for_the_mark() -> None:
     assert not getattr(copy.deepcopy(model), ACCELERATE_MARK)  # an ordinary model, which is wrapped
     assert ACCELERATE_MARK in Accelerator.prepare_model.__code__.co_consts
     assert Accelerator(cpu=True).prepare_model(model) is model
+
+
+if __name__ == "__main__":
+    of_rank(Path(sys.argv[1]))

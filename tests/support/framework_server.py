@@ -1,9 +1,10 @@
-"""What the process imports from which the ranks of Trainers are forked: `test_ranks_trainer.launch`."""
+"""What the process imports from which ranks of scripts are forked: `ranks.run_torchrun`. Each took seconds for it."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 
 for name in (
     "torch._dynamo",
@@ -14,7 +15,6 @@ for name in (
     "offloadzero.api.engine",
     "offloadzero.integrations.lightning",
     "offloadzero.integrations.transformers",
-    "tests.ranks.test_ranks_trainer",
 ):
     importlib.import_module(name)
 if importlib.util.find_spec("trl"):
