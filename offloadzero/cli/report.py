@@ -81,12 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.live:
         data = live_data(directory, planned)
         print_lines([data["live"]])
-        serve(
-            make_page(PAGE, data),
-            lambda: live_version(directory),
-            lambda: live_data(directory, planned),
-            port=args.port,
-        )
+        serve(make_page(PAGE, data), lambda: live_data(directory, planned), port=args.port)
         return 0
     output = args.output or str(directory / "report.html")
     description = read_description(directory)
@@ -143,15 +138,6 @@ def live_data(directory: Path, planned: PlannedStep | None) -> dict[str, Any]:
         )
     compared = compared_with(directory, planned, steps.records)
     return {**page_data(directory, description, steps, compared), "live": live}
-
-
-def live_version(directory: Path) -> object:
-    """Return what changes when the page's data do."""
-    paths = [
-        *(directory / name for name in (RUN_FILE, STEPS_FILE, FORECAST_FILE)),
-        *directory.glob(TRACE_FILES),
-    ]
-    return is_written(directory), *((path.name, _stamp(path)) for path in paths if path.exists())
 
 
 def _are_tiers(tiers: object) -> bool:
@@ -257,7 +243,7 @@ def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
     traces, notes = [], []
     for path in directory.glob(TRACE_FILES):
         try:
-            trace, num_left_out = _read_trace(path, _stamp(path))
+            trace, num_left_out = _read_trace(path, path.stat().st_mtime_ns)
         except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             # Any damage shows as one of these errors where a value is used.
             notes.append(f"{path.name} cannot be read.")
@@ -268,14 +254,8 @@ def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return sorted(traces, key=lambda trace: trace["step"]), notes
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return what changes when the file does."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
-
-
 @lru_cache(maxsize=64)
-def _read_trace(path: Path, _stamp: object) -> tuple[dict[str, Any], int]:
+def _read_trace(path: Path, _mtime_ns: int) -> tuple[dict[str, Any], int]:
     """Read a trace once, as long as its file is the same: a page that follows a run asks often."""
     return compact_trace(parse_json(path.read_text(encoding="utf-8"))["traceEvents"])
 
