@@ -278,7 +278,10 @@ class RunDirectory:
         try:
             self.path = path = path.absolute()  # the process may change its directory
             path.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path / STEPS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._descriptor = os.open(path / STEPS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")  # a run before this one was killed while it wrote a line
         except OSError as error:
             raise ConfigError(
                 "offloadzero.observe.run_dir", str(path), f"a directory to write to: {error.strerror}"

@@ -124,6 +124,10 @@ def test_half_a_line_is_being_written_or_was_the_last(tmp_path: Path) -> None:
         data = server.data()
         assert data["live"] == "The run was killed while it wrote a line of steps.jsonl."
         assert data["notes"] == ["Lines of steps.jsonl that cannot be read (a run that was killed?): 1."]
+        resumed = RunDirectory(directory)
+        resumed.write_step(step_record(3))
+        resumed.close()
+        assert server.data()["steps"]["step"] == [1, 2, 3], "the half line takes no other with it"
 
 
 RUNS = """
