@@ -71,7 +71,9 @@ def load(folder: Path, quantised: Any = None) -> Any:
 
 def adapted(folder: Path, quantised: Any = None, *, checkpoints: str = "") -> Any:
     torch.manual_seed(1)
-    lora = peft_itself().LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    lora = peft_itself().LoraConfig(
+        r=3, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     model = peft_itself().get_peft_model(load(folder, quantised), lora)
     if checkpoints in ("reentrant", "not reentrant"):
         model.enable_input_require_grads()
