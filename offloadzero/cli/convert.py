@@ -80,6 +80,13 @@ def run(args: argparse.Namespace) -> int:
         if adapted is not None:
             allowed = f"a checkpoint without adapters of PEFT ({adapted}): save_pretrained() of the model writes them"
             raise ConfigError("SRC", str(source), allowed)
+        if lacking := model.meta.excluded:
+            allowed = (
+                f"a checkpoint with all weights. It was saved with exclude_frozen_parameters=True, without "
+                f"{', '.join(lacking[:3])} ({len(lacking)} in all): load it into the model that has these by "
+                "load_checkpoint(load_module_strict=False), and save_16bit_model() or save_checkpoint() writes all"
+            )
+            raise ConfigError("SRC", str(source), allowed)
         dtype = folder.DTYPES.get(args.dtype)
         with ProgressBar(folder.bytes_of_folder(model, dtype)) as bar:
             folder.write_folder(

@@ -483,7 +483,8 @@ def test_frozen_weights_that_are_read_in_place_take_nothing_of_the_drive(
     answer = Planner(replace(question, model=model)).answer(source)
     with offloadzero.zero.Init(config_dict_or_path=source):
         real = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    linear = "all-linear" if kind == "Llama" else ["q_proj", "k_proj", "v_proj", "o_proj"]  # else experts, too
+    # PEFT takes experts for linear, too.
+    linear = "all-linear" if kind == "Llama" else ["q_proj", "k_proj", "v_proj", "o_proj"]
     adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules=linear))
     engine, *_ = offloadzero.initialize(model=adapted, config=source)
     planned = answer.planned
