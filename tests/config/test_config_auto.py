@@ -97,7 +97,9 @@ def test_the_plain_form_says_what_it_does_not_use(
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}},
     }
-    _, optimizer = offloadzero.offload(model, adamw(model), on_cpu(**blocks))
+    counts = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    with pytest.warns(UserWarning, match=r"gradient_accumulation_steps = 4 has no effect: with offload\(\)"):
+        _, optimizer = offloadzero.offload(model, adamw(model), on_cpu(**blocks, **counts))
     opened.append(optimizer)
     for key in blocks:
         assert f"{key}: not used: offload() trains with the optimizer that it is given" in caplog.text
