@@ -174,7 +174,9 @@ def test_an_evaluation_leaves_codes_as_they_are(folder: Path, tmp_path: Path) ->
     engine.close()
     weight = alone.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
     weight.quant_state.packing_format_for_cpu = True  # as after an evaluation there
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.base_layer\.weight.*as they were loaded"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.down_proj\.base_layer\.weight.*as they were loaded"
+    ):
         offloadzero.initialize(model=alone, config=make_config("nvme", tmp_path, dtype="bf16"))
 
 
