@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,10 @@ def test_evaluated_merged_and_given_back_it_has_the_numbers_of_the_model_alone(
     expected = evaluated(alone)
     assert evaluated(engine.module) == expected
     engine.module.save_pretrained(tmp_path / "adapters")
+    weight = engine.module.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+    for made in (copy.copy(weight), copy.deepcopy(weight)):
+        assert torch.equal(made.data, weight.data)
+        assert made.quant_state.shape == weight.quant_state.shape == (64, 128)
     engine.restore_model()
     assert evaluated(in_bf16(model)) == expected
     again = peft.PeftModel.from_pretrained(
