@@ -36,7 +36,7 @@ from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.step.work import Uses
 from offloadzero.planning.update_rules import keeps_gradients, with_kept_gradients
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
-from offloadzero.streaming.building.coded_parameters import attached_bytes
+from offloadzero.streaming.building.coded_parameters import attached_bytes, num_weights
 from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -72,8 +72,8 @@ class PlannedModel:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements, without padding."""
-        return sum(record.num_params for record in self.records)
+        """The number of weights, without padding."""
+        return sum(num_weights(slot.param) for record in self.records for slot in record.slots)
 
     @property
     def in_place_bytes(self) -> int:

@@ -12,6 +12,7 @@ something else than the parameter holds as well (the int8 weights of bitsandbyte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -57,6 +58,12 @@ def _moves_as_a_tensor(value: Any) -> bool:
 def is_coded(param: nn.Parameter) -> bool:
     """Whether the parameter's bytes are codes, and no values: [Note: coded parameters]."""
     return not param.requires_grad and bool(attached_tensors(param))
+
+
+def num_weights(param: nn.Parameter) -> int:
+    """Return how many weights a parameter stands for: of codes in 4 bits twice its bytes."""
+    shape = getattr(getattr(param, "quant_state", None), "shape", None)
+    return param.numel() if shape is None else math.prod(shape)
 
 
 def attached_in(model: nn.Module) -> Iterator[tuple[str, Attached]]:
