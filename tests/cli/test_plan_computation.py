@@ -13,8 +13,8 @@ from torch import nn
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import computation, measure
+from offloadzero.cli.plan.answer import step_of
 from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
-from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, Device, find_device
 from offloadzero.planning import hardware
