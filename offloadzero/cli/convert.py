@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if model.left_out:
         print_lines([f"left out: {', '.join(model.left_out)}"])
     if to == CHECKPOINT:
+        if kind == FOLDER:
+            folder.expect_names_of_model(source, model)
         with ProgressBar(stored_model.bytes_of_checkpoint(model)) as bar:
             tag = stored_model.write_checkpoint(model, destination, bar.add)
         what = f'load_checkpoint("{destination}"' + (")" if model.states else ", load_module_only=True)")

@@ -166,6 +166,23 @@ def test_a_folder_becomes_a_checkpoint_of_weights(llama: Path, tmp_path: Path) -
     engine.close()
 
 
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_a_folder_whose_weights_are_merged_on_load_becomes_no_checkpoint(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It failed only when the checkpoint was loaded."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=101, **sizes)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / "model")
+    assert convert(tmp_path / "model", tmp_path / "out") == USER_ERROR
+    error = capsys.readouterr().err
+    assert f"the names that {kind}ForCausalLM has: model.layers.0.mlp.experts.down_proj (" in error
+    assert ".experts.0." in error
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "model" / "config.json").unlink()  # it may be of any model
+    assert convert(tmp_path / "model", tmp_path / "out") == 0
+
+
 def test_buffers_come_back_through_a_folder_that_does_not_tell_them_from_weights(
     saved: Path, tmp_path: Path
 ) -> None:
