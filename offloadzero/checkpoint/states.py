@@ -232,7 +232,11 @@ def _begin_write(
         if extra_tensors:
             writer.add_tensors(EXTRA_STATE, extra_tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
-        whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
+        excluded = [
+            slot.name for r in states.records for slot in r.slots if exclude_frozen and not slot.trainable
+        ]
+        steps = _steps(states.records)
+        whole = replace(meta, steps=steps, excluded=excluded, saved_unix_ns=time.time_ns())
         kept = files.pop_all()
 
     def end() -> None:

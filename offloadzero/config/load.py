@@ -197,7 +197,14 @@ def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
             "offloadzero.durable", True, "false for offload(): initialize() makes durable engines"
         )
     clipping = config.gradient_clipping
-    settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping)
+    warnings = config.warnings
+    if (num_steps := config.batch.gradient_accumulation_steps) > 1:
+        warning = (
+            f"{ACCUMULATION_STEPS} = {num_steps} has no effect: with offload() the loop decides after how many "
+            "backward() it calls step(), and what each loss is divided by"
+        )
+        warnings = (*warnings, warning)
+    settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping, warnings=warnings)
     return with_unused_blocks(settled, optimizer=why, scheduler=why)
 
 

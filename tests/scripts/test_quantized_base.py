@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,10 @@ def test_evaluated_merged_and_given_back_it_has_the_numbers_of_the_model_alone(
     expected = evaluated(alone)
     assert evaluated(engine.module) == expected
     engine.module.save_pretrained(tmp_path / "adapters")
+    weight = engine.module.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+    for made in (copy.copy(weight), copy.deepcopy(weight)):
+        assert torch.equal(made.data, weight.data)
+        assert made.quant_state.shape == weight.quant_state.shape == (64, 128)
     engine.restore_model()
     assert evaluated(in_bf16(model)) == expected
     again = peft_itself().PeftModel.from_pretrained(
@@ -166,6 +171,26 @@ def test_evaluated_merged_and_given_back_it_has_the_numbers_of_the_model_alone(
     alone.merge_adapter()
     model.merge_adapter()
     assert evaluated(model) == evaluated(alone) != expected
+
+
+def test_an_evaluation_leaves_codes_as_they_are(folder: Path, tmp_path: Path) -> None:
+    """bitsandbytes lays them out anew on some CPUs: for other numbers, and without gradients from then on."""
+    model, alone = (adapted(folder, four_bits(**FOUR_BITS["nf4"])) for _ in range(2))
+    linear = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    assert len(linear) == 3 * 7
+    for module in linear:
+        module.support_avx512bf16_for_cpu = True
+    engine = offloadzero.initialize(model=model, config=make_config("nvme", tmp_path, dtype="bf16"))[0]
+    assert evaluated(engine.module) == evaluated(in_bf16(alone))
+    engine.module.train()
+    assert step(engine) > step(engine)
+    engine.close()
+    weight = alone.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+    weight.quant_state.packing_format_for_cpu = True  # as after an evaluation there
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.down_proj\.base_layer\.weight.*as they were loaded"
+    ):
+        offloadzero.initialize(model=alone, config=make_config("nvme", tmp_path, dtype="bf16"))
 
 
 @pytest.mark.parametrize("uses_init", [True, False], ids=["under Init", "an ordinary model"])
