@@ -19,6 +19,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
+from offloadzero.memory.tiers import SAVE_PRIORITY
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group, gather_parts
 from offloadzero.update.commits import Committed
@@ -65,6 +66,16 @@ class HomeAccess:
         self._clock = clock
         self._group = group
         self._announcements = announcements
+
+    def pinned(self) -> PinnedHomes:
+        """Return an access to records that are pinned."""
+        return PinnedHomes(
+            self._store,
+            self._changes,
+            clock=self._clock,
+            group=self._group,
+            announcements=self._announcements,
+        )
 
     def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         """Read a parameter's part of a segment: a new flat host tensor of the segment's dtype.
@@ -191,6 +202,18 @@ class HomeAccess:
         """Begin to write the part of `source`, all of a slot's elements, that is kept here."""
         start, kept = _kept(record, slot, segment.kind, source)
         return self._store.write(segment, kept, start=start) if kept.numel() else FINISHED
+
+
+class PinnedHomes(HomeAccess):
+    """Reads places that no update writes, on any thread and behind nothing: [Note: saving in the background]."""
+
+    def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
+        """Read a parameter's part of a segment, all of which this rank has: a new flat host tensor."""
+        segment = self._segment(record, slot, kind)
+        part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
+        target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
+        self._store.read(segment, target, start=part.start, priority=SAVE_PRIORITY).wait()
+        return target
 
 
 def _kept(

@@ -76,6 +76,11 @@ class WeightAccess:
         # By the id of a slot whose master was loaded: how many updates and writes it had, and a hash of its parameter.
         self._masters_loaded: dict[int, tuple[int, int, bytes]] = {}
 
+    def pinned(self) -> WeightAccess:
+        """Return an access to the weights of records that are pinned."""
+        homes = self.homes.pinned()
+        return WeightAccess(self._store, homes, self._changes, self._units, is_coded=self._is_coded)
+
     def read(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Read the parameter in its own dtype: a new host tensor in its shape."""
         return self.homes.read(record, slot, SegmentKind.PARAM).view(slot.shape)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offloadzero.api.background_save import BackgroundSave
 from offloadzero.api.optimizer import OffloadedOptimizer
 from offloadzero.checkpoint.commits import random_states, set_random_states
 from offloadzero.checkpoint.format.json_file import encode_plain
@@ -36,7 +37,7 @@ from offloadzero.checkpoint.loading import (
     schedule_name,
     try_schedule,
 )
-from offloadzero.checkpoint.states import States, save_states, save_weights
+from offloadzero.checkpoint.states import States, begin_save, save_weights
 from offloadzero.core import interrupts
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
@@ -65,6 +66,7 @@ class EngineCheckpoints:
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
         self._has_resumed = False
+        self.background = BackgroundSave(runtime)
         self._half_loaded: StateError | None = None  # the error of a load that left a mixture of states
 
     def expect_savable(self, call: str) -> None:
@@ -104,9 +106,11 @@ class EngineCheckpoints:
         save_latest: bool,
         exclude_frozen: bool,
         lr_scheduler: Any,
+        wait: bool,
     ) -> None:
         """Write a checkpoint as `Engine.save_checkpoint` says, and raise its errors."""
         self.expect_savable("save_checkpoint")
+        self.background.finish()
         whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
         if partial_step is not None:
@@ -114,15 +118,27 @@ class EngineCheckpoints:
         meta = self._meta(client_state, partial_step, lr_scheduler)
         name = f"global_step{self._coordinator.global_steps}" if tag is None else tag_text(tag)
 
+        pinned = None if wait else self.background.pin(self._states())
+
         def save(part: PartOfModel | None) -> None:
-            save_states(
-                self._states(),
-                directory_of_part(whole, self._runtime.part),
-                tag=name,
-                meta=replace(meta, part=part),
-                save_latest=save_latest,
-                exclude_frozen=exclude_frozen,
-            )
+            try:
+                finish = begin_save(
+                    self._states(),
+                    directory_of_part(whole, self._runtime.part),
+                    tag=name,
+                    meta=replace(meta, part=part),
+                    save_latest=save_latest,
+                    exclude_frozen=exclude_frozen,
+                    later=pinned,
+                )
+            except BaseException:
+                if pinned is not None:
+                    self.background.release(pinned)
+                raise
+            if pinned is None:
+                finish()
+            else:
+                self.background.begin(finish, pinned)
 
         part = self._part_to_save(whole)
         with self._saving("save_checkpoint()"):
@@ -215,6 +231,8 @@ class EngineCheckpoints:
         run = self._runtime.durable
         if run is None or self._coordinator.global_steps % self._runtime.config.durable:
             return
+        if self.background.is_running:
+            return
         with self._runtime.clock.waiting("commit"), self._runtime.failures.handed_over():
             run.wait_complete()
         # What the script may change meanwhile is taken now.
@@ -269,6 +287,7 @@ class EngineCheckpoints:
             RankError: another rank has failed in this.
         """
         self._expect_open("load_checkpoint")
+        self.background.finish()
         self._runtime.failures.check_readable()  # after it no load lets training go on
         whole, part = directory_of("load_dir", load_dir), self._runtime.part
         directory = directory_of_part(whole, part)

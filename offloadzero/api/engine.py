@@ -416,6 +416,7 @@ class Engine:
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
         self._runtime.close()
+        self._checkpoints.background.finish()
 
     destroy = close  # DeepSpeed's name
 
@@ -457,11 +458,13 @@ class Engine:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        wait: bool = True,
     ) -> bool:
         """Write all states to `save_dir`/`tag` (default: global_stepN); the old checkpoint stays until this is whole.
 
         `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them: [Note: checkpoint format] in
-        offloadzero/checkpoint/states.py.
+        offloadzero/checkpoint/states.py. Without `wait` states that have two places (`versions`, `durable`) are written
+        while training goes on; the next save or load, `finish_saving()` and `close()` wait, and raise what went wrong.
 
         Raises:
             ConfigError: `save_dir` or `tag` cannot be the name of a directory, or `client_state` cannot be written as
@@ -479,8 +482,13 @@ class Engine:
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             lr_scheduler=self.lr_scheduler,
+            wait=wait,
         )
         return True
+
+    def finish_saving(self) -> None:
+        """Block until a checkpoint that is written in the background is there. Raises CheckpointError if it is not."""
+        self._checkpoints.background.finish()
 
     def load_checkpoint(
         self,

@@ -72,7 +72,7 @@ class RunDirectory:
     """The commits of one rank's run, which has the directory's lock until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Make the directory, if it is not there. Raises ConfigError where another process has it, OSError."""
+        """Make the directory, if it is not there. Raises ConfigError where another process has it, AioError."""
         self.path = path
         self._lock = DirectoryLock(path)
 
@@ -109,7 +109,7 @@ class RunDirectory:
             memory: the tensors in memory, flat and in pieces.
         """
         path = self.path / f"commit-{number}"
-        with self._named(meta.global_steps), new_folder(path) as folder, HashingPool() as pool:
+        with named(self.path, meta.global_steps), new_folder(path) as folder, HashingPool() as pool:
             files = CheckpointFiles(folder, pool)
             with files.tensors(MEMORY, [spec for spec, _ in memory]) as writer:
                 for _, pieces in memory:
@@ -118,18 +118,6 @@ class RunDirectory:
             files.seal(meta)
             sync()
 
-    @contextmanager
-    def _named(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, OffloadError):
-                raise
-            raise CheckpointError(
-                f"{error.filename or self.path}: {error.strerror or error}: step {step} is not committed, the last "
-                "commit is as it was"
-            ) from error
-
     def keep_only(self, number: int) -> None:
         """Remove the other commits, and let that last. Raises OSError."""
         others = [other for other in self.numbers() if other != number]
@@ -137,6 +125,20 @@ class RunDirectory:
             shutil.rmtree(self.path / f"commit-{other}")
         if others:
             sync_directory(self.path)
+
+
+@contextmanager
+def named(path: Path, step: int) -> Iterator[None]:
+    """Turn an error of the system into a CheckpointError with path, reason and what is there now."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OffloadError):
+            raise
+        raise CheckpointError(
+            f"{error.filename or path}: {error.strerror or error}: step {step} is not committed, the last commit is as "
+            "it was"
+        ) from error
 
 
 def number_of(path: Path) -> int:

@@ -25,10 +25,11 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,7 +130,12 @@ def _expect_clear_names(states: States, *, exclude_frozen: bool) -> None:
                 )
 
 
-def save_states(
+def save_states(states: States, directory: Path, **how: Any) -> Path:
+    """Write a checkpoint as `begin_save` says, from its begin to its end."""
+    return begin_save(states, directory, **how)()
+
+
+def begin_save(
     states: States,
     directory: Path,
     *,
@@ -137,8 +143,11 @@ def save_states(
     meta: Meta,
     save_latest: bool,
     exclude_frozen: bool,
-) -> Path:
-    """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and its time here.
+    later: States | None = None,
+) -> Callable[[], Path]:
+    """Begin to write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and time here.
+
+    Returns the call that ends it, once. It writes the records of `later`, on any thread; `states` has them, too.
 
     ConfigError for a tag that cannot be used and for values that JSON cannot keep; CheckpointError for a dtype that the
     format cannot keep, for parameters without states or with the name of another's, and where `tag` or `latest` exists
@@ -156,21 +165,29 @@ def save_states(
     _expect_storable(
         states, exclude_frozen=exclude_frozen, else_save="save_checkpoint(exclude_frozen_parameters=True)"
     )
-    final = directory / tag
-    with _named(directory, "nothing was saved, and what was there is as it was"):
-        _write(
+    nothing_saved = "nothing was saved, and what was there is as it was"
+    with _named(directory, nothing_saved):
+        end = _begin_write(
             states,
             directory,
             meta,
             extra.tensors,
             tag,
+            later,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen,
         )
-    if save_latest:
-        with _named(directory, f"{final} is saved, but the file 'latest' may not name it"):
-            point_latest_to(directory, tag)
-    return final
+
+    def finish() -> Path:
+        final = directory / tag
+        with _named(directory, nothing_saved):
+            end()
+        if save_latest:
+            with _named(directory, f"{final} is saved, but the file 'latest' may not name it"):
+                point_latest_to(directory, tag)
+        return final
+
+    return finish
 
 
 @contextmanager
@@ -185,16 +202,17 @@ def _named(directory: Path, what_is_there: str) -> Iterator[None]:
         raise CheckpointError(f"{error.filename or directory}: {reason}: {what_is_there}") from error
 
 
-def _write(
+def _begin_write(
     states: States,
     directory: Path,
     meta: Meta,
     extra_tensors: Mapping[str, torch.Tensor],
     tag: str,
+    later: States | None,
     *,
     save_latest: bool,
     exclude_frozen: bool,
-) -> None:
+) -> Callable[[], None]:
     _make_directory(directory)
     final = directory / tag
     with alone_in(directory):
@@ -203,19 +221,31 @@ def _write(
         if save_latest:
             expect_latest_replaceable(directory)
         unfinished = PartialCheckpoint(directory, tag)
-    with unfinished as partial, HashingPool() as pool:
+    with ExitStack() as files:
+        partial, pool = files.enter_context(unfinished), files.enter_context(HashingPool())
         writer = CheckpointFiles(partial.path, pool)
+        late = set() if later is None else {record.index for record in later.records}
         for record in states.records:
-            writer.add_record(states, record, exclude_frozen=exclude_frozen)
+            if record.index not in late:
+                writer.add_record(states, record, exclude_frozen=exclude_frozen)
         writer.add_tensors(BUFFERS, persistent_buffers(states.model))
         if extra_tensors:
             writer.add_tensors(EXTRA_STATE, extra_tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
         whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
-        writer.seal(whole)
-        if save_latest or os.path.lexists(final / IS_LATEST):
-            (partial.path / IS_LATEST).touch()
-        partial.commit()
+        kept = files.pop_all()
+
+    def end() -> None:
+        with kept:
+            if later is not None:
+                for record in later.records:
+                    writer.add_record(later, record, exclude_frozen=exclude_frozen)
+            writer.seal(whole)
+            if save_latest or os.path.lexists(final / IS_LATEST):
+                (partial.path / IS_LATEST).touch()
+            partial.commit()
+
+    return end
 
 
 def _make_directory(directory: Path) -> None:

@@ -17,6 +17,7 @@ from offloadzero.checkpoint.commits import (
     expect_same_layout,
     is_second,
     layout_of,
+    named,
     run_name,
 )
 from offloadzero.checkpoint.format.meta import Meta
@@ -149,7 +150,6 @@ class DurableRun:
         self._directory = directory
         self._number = 0 if found is None else found.number  # of the last commit
         self.is_committing = False  # in the step that is taken
-        self._is_noted = False  # in the swap files that there is a commit
         self.found = found
         self._lane: Lane | None = None
         self._commits = Commits()
@@ -161,9 +161,13 @@ class DurableRun:
         if found is not None:
             expect_same_layout(found, self._layout)
             for file, num_bytes in zip(self._files, found.file_bytes, strict=True):
-                if file.kept_bytes != num_bytes:
+                if file.kept_bytes < num_bytes:
                     raise CheckpointError(
                         f"{file.path} had {num_bytes:,} bytes when {found.path} was made, and has {file.kept_bytes:,}"
+                    )
+                if file.last_commit > found.number:
+                    raise CheckpointError(
+                        f"{file.path} has states of after {found.path}: commits and swap files belong together"
                     )
 
     # --- a run that is found ---
@@ -252,11 +256,10 @@ class DurableRun:
         self._directory.write(number, meta, described, memory=memory, sync=self._sync)
         there = torch.ones(1, dtype=torch.uint8, device="cpu")
         self._group.commits.all_reduce(there, f"the commit of step {meta.global_steps}")
-        if not self._is_noted:
+        with named(self._directory.path, meta.global_steps):
             for file in self._files:
-                file.note_commit()
-            self._is_noted = True
-        self._directory.keep_only(number)
+                file.note_commit(number)
+            self._directory.keep_only(number)
 
     @property
     def _sync(self) -> Callable[[], None]:

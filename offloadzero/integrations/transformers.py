@@ -91,7 +91,7 @@ class CollectiveSaving:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         EngineCheckpoints(optimizer.runtime, optimizer).save(
-            output_dir, _STATES, None, save_latest=False, exclude_frozen=True, lr_scheduler=None
+            output_dir, _STATES, None, save_latest=False, exclude_frozen=True, lr_scheduler=None, wait=True
         )
         if self.args.should_save:  # type: ignore[attr-defined]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)  # type: ignore[attr-defined]

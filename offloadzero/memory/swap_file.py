@@ -62,7 +62,7 @@ _MODE = 0o600
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _NO_LINK = (errno.ENOENT, errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EXDEV)
 _MAX_TRIES = 16
-_COMMITTED, _COMMITTED_AT = b"\1", 256  # a byte in the mark
+_COMMIT_AT = 256  # in the mark
 
 _open_files: weakref.WeakSet[SwapFile | DirectoryLock] = weakref.WeakSet()
 
@@ -79,17 +79,22 @@ class DirectoryLock:
     """Keeps other processes from a directory, which is made, as long as it is not closed."""
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock. Raises ConfigError where another process has it, OSError."""
-        directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(directory / ".lock", flags, _MODE)
-        _open_files.add(self)
+        """Take the lock. Raises ConfigError where another process has it, AioError."""
+        self.descriptor = -1
         try:
+            directory.mkdir(exist_ok=True)
+            sync_directory(directory.parent)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.descriptor = os.open(directory / ".lock", flags, _MODE)
+            _open_files.add(self)
             _lock_kept(self.descriptor, directory)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise AioError(
+                operation="lock", path=str(directory), offset=0, num_bytes=0, errno=error.errno or errno.EIO
+            ) from error
 
     @uninterrupted
     def close(self) -> None:
@@ -160,7 +165,7 @@ class SwapFile:
         if has_data and first.startswith(_MAGIC):
             self.file_id, self.kept_bytes = first[len(_MAGIC) :].hex(), self.num_bytes
             return
-        if os.pread(self.descriptor, 1, _COMMITTED_AT) == _COMMITTED:
+        if self.last_commit:
             raise ConfigError(
                 "offloadzero.nvme_path",
                 str(directory),
@@ -193,9 +198,14 @@ class SwapFile:
         finally:
             os.close(descriptor)
 
-    def note_commit(self) -> None:
-        """Note in the mark, for good, that a commit needs the data: the file does not begin anew."""
-        os.pwrite(self.descriptor, _COMMITTED, _COMMITTED_AT)
+    @property
+    def last_commit(self) -> int:
+        """The number of the last commit that the mark knows of, which needs the data; 0: there is none."""
+        return int.from_bytes(os.pread(self.descriptor, 8, _COMMIT_AT), "little")
+
+    def note_commit(self, number: int) -> None:
+        """Note a commit in the mark: the file does not begin anew, nor with a commit before it."""
+        os.pwrite(self.descriptor, number.to_bytes(8, "little"), _COMMIT_AT)
         os.fdatasync(self.descriptor)
 
     def _has_name(self, descriptor: int) -> bool:

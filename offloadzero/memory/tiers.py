@@ -29,6 +29,7 @@ from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 # Transfers that the computation waits for overtake those that only have to be home in time.
 FETCH_PRIORITY = 0
 UPDATE_PRIORITY = 1
+SAVE_PRIORITY = 2  # for those that nothing waits for
 
 
 @dataclass(frozen=True)

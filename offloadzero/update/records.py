@@ -289,6 +289,21 @@ class Record:
         self.committed = self.committed.flipped()
         self.edits.note()
 
+    def pin(self) -> Record | None:
+        """Return the record as it is, and have updates write its other places; None where they cannot.
+
+        Its updates are home. `unpin` ends that.
+        """
+        if not self.kept_trainable or not self.has_versions or self.committed is Committed.NEXT:
+            return None
+        self.committed = Committed.PRESENT
+        present = {kind: self.segments[kind] for kind in self.layout}
+        return replace(self, segments={k: replace(each, place=each.present) for k, each in present.items()})
+
+    def unpin(self) -> None:
+        """Let updates write any place again. On the thread of the updates."""
+        self.committed = Committed.NONE
+
     @property
     def updates_on_device(self) -> bool:
         """Whether all segments of the update live on the device."""

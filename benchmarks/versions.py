@@ -1,0 +1,137 @@
+"""What second places on the drive give and cost: clipping, durable runs, checkpoints in the background.
+
+python benchmarks/versions.py --directory /mnt/nvme [--params 650M] [--turns 2] [--modes waits tried ...]
+
+A Llama of random weights, all of it on NVMe but gradients that are kept, which are in host memory; one sequence of 64
+tokens a step, so that the drive binds. Each turn is a process of its own for each mode, one after another. A step's
+time is that of the loop; the last one waits until all is home.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offloadzero
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from llama_model import Llama, num_params, size_with
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import read_count
+
+TOKENS, NEVER, ALWAYS = 64, 1e9, 1e-3
+MODES: dict[str, dict[str, Any]] = {
+    "waits": {"gradient_clipping": NEVER, "versions": False},
+    "tried": {"gradient_clipping": NEVER, "versions": True},
+    "bites": {"gradient_clipping": ALWAYS, "versions": True},
+    "durable": {"gradient_clipping": NEVER, "durable": True},
+    "in backward": {"gradient_clipping": 0.0},
+    "durable, in backward": {"gradient_clipping": 0.0, "durable": True},
+    "saves at once": {"gradient_clipping": NEVER, "versions": True, "wait": True},
+    "saves in the background": {"gradient_clipping": NEVER, "versions": True, "wait": False},
+}
+
+
+def moved_gb() -> tuple[float, float]:
+    """Read and written by this process's drives so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]) / 1e9, int(counts["write_bytes"]) / 1e9
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    own = dict(MODES[args.mode])
+    clipping, wait = own.pop("gradient_clipping"), own.pop("wait", None)
+    kinds = ("param", "master", "exp_avg", "exp_avg_sq")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": clipping,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "offloadzero": {
+            "device": "cpu",
+            "placement": [{"units": "*", **dict.fromkeys(kinds, "nvme"), "grad": "host"}],
+            "nvme_path": str(args.directory / "files"),
+            "activation_checkpoints": {},
+            "state_layout": args.state_layout,
+            **own,
+        },
+    }
+    torch.manual_seed(0)
+    size = size_with(args.params)
+    with offloadzero.zero.Init(config_dict_or_path=config):
+        model = Llama(size)
+    engine = offloadzero.initialize(model=model, config=config)[0]
+    tokens = torch.randint(0, size.vocab_size, (1, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    step_s, losses, save_s = [], [], None
+    for step in range(args.steps):
+        if step == 1:
+            before, cpu_s = moved_gb(), time.process_time()
+        begun_s = time.monotonic()
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        if step == args.steps - 1:
+            engine.synchronize()
+        step_s.append(round(time.monotonic() - begun_s, 2))
+        losses.append(loss.item())
+        if step == 2 and wait is not None:
+            begun_s = time.monotonic()
+            engine.save_checkpoint(args.directory / "saved", wait=wait)
+            save_s = round(time.monotonic() - begun_s, 2)
+    after, cpu_s = moved_gb(), time.process_time() - cpu_s
+    engine.finish_saving()
+    end_s = round(time.monotonic() - begun_s, 2)
+    engine.close()
+    return {
+        "mode": args.mode,
+        "params": num_params(size),
+        "step_s": step_s,
+        "median_s": statistics.median(step_s[2:-1]),
+        "cpu_s": round(cpu_s / (args.steps - 1), 2),
+        "read_gb": round((after[0] - before[0]) / (args.steps - 1), 2),
+        "written_gb": round((after[1] - before[1]) / (args.steps - 1), 2),
+        **({} if save_s is None else {"save_s": save_s, "saved_after_s": end_s}),
+        "losses": losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="on the drive; what is written is removed"
+    )
+    parser.add_argument("--params", type=read_count, default=650_000_000)
+    parser.add_argument("--state-layout", default="fp32")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--mode", choices=MODES, help="run this one here and now")
+    args = parser.parse_args()
+    if args.mode:
+        print(json.dumps(run(args)), flush=True)
+        return
+    own = ["--directory", str(args.directory), "--params", str(args.params), "--steps", str(args.steps)]
+    own += ["--state-layout", args.state_layout]
+    for _ in range(args.turns):
+        for mode in args.modes:
+            for name in ("files", "saved"):
+                shutil.rmtree(args.directory / name, ignore_errors=True)
+            subprocess.run([sys.executable, __file__, *own, "--mode", mode], check=True)
+    for name in ("files", "saved"):
+        shutil.rmtree(args.directory / name, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A checkpoint that is written while training goes on.
+
+[Note: saving in the background]
+Records whose states have two places need no copy in memory: their present places are pinned, as if a commit needed them
+([Note: durable runs] in update/commits.py), and the next update writes the others. Updates after it write where they
+read, without trials, until the checkpoint is written. What lives in one place is written before the call returns. In a
+durable run the pinned places are those of its last commit, and no other is made meanwhile.
+
+An error is raised by the next call that saves or loads, and by close(); training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from offloadzero.checkpoint.states import States
+from offloadzero.engine.runtime import Runtime
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.tickets import FINISHED, Ticket
+
+
+class BackgroundSave:
+    """Writes one checkpoint at a time on a thread of its own."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lane: Lane | None = None
+        self._written: Ticket = FINISHED
+        self._error: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return not self._written.done()
+
+    def pin(self, states: States) -> States | None:
+        """Pin what can be, in its present places; None: nothing can. Of several ranks all is written at once."""
+        runtime = self._runtime
+        if not runtime.group.is_alone:
+            return None
+        runtime.synchronize()
+        if runtime.durable is not None:
+            runtime.durable.wait_complete()
+        pinned = [each for each in (record.pin() for record in states.records) if each is not None]
+        return replace(states, records=pinned, weights=runtime.weights.pinned()) if pinned else None
+
+    def begin(self, finish: Callable[[], Path], pinned: States) -> None:
+        """Have `finish` called in the background, and what was pinned given up."""
+        if self._lane is None:
+            self._lane = self._runtime.accelerator.lane("save", self._runtime.failures)
+
+        def write() -> None:
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self.release(pinned)
+
+        self._written = self._lane.submit(write, label="checkpoint")
+
+    def release(self, pinned: States) -> None:
+        """Give up what was pinned, unless the last commit of a durable run needs it."""
+        if self._runtime.durable is not None:
+            return
+        indices = {record.index for record in pinned.records}
+
+        def unpin() -> None:
+            for record in self._runtime.records:
+                if record.index in indices:
+                    record.unpin()
+
+        self._runtime.parts.pipeline.submit(unpin)
+
+    def finish(self) -> None:
+        """Block until the checkpoint is written. Raises what has kept it from that, once."""
+        with self._runtime.clock.waiting("checkpoint"):
+            self._written.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
