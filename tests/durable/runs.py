@@ -168,7 +168,7 @@ def train_step(engine: Any, kind: Kind, number: int) -> float:
         engine.backward(loss * float("inf") if number in kind.bad_steps else loss)
         engine.client_state = {"next": number + 1}
         engine.step()
-    return float(loss)
+    return loss.item()
 
 
 def _write(model: Net) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
 from tests.durable.runs import KINDS, MIXED, Kind, digest, make, train_step
-from tests.support.tiny import run_script, small_disk, start_script
+from tests.support.tiny import small_disk, start_script
 
 NVME = KINDS["nvme"]
 RUN = "offloadzero-durable-rank0"
@@ -64,9 +64,9 @@ def test_a_second_process_is_refused_and_disturbs_nothing(name: str, tmp_path: P
     engine.resume()
     for number in range(3):
         train_step(engine, kind, number)
+        found = digest(engine)
         with pytest.raises(ConfigError, match=rf"nvme_path.*in which no other process trains: one has {RUN}"):
             make(kind, tmp_path)
-    found = digest(engine)
     engine.close()
     expect_at(tmp_path, 3, found, kind)
 
@@ -107,7 +107,9 @@ def test_a_swap_file_that_is_cut_or_another_is_refused(tmp_path: Path) -> None:
     swap, copy = tmp_path / f"{RUN}.bin", tmp_path / "copy"
     shutil.copyfile(swap, copy)
     os.truncate(swap, swap.stat().st_size - 4096)
-    with pytest.raises(CheckpointError, match=rf"{RUN}\.bin had [\d,]+ bytes when .*commit-2 was made, and has"):
+    with pytest.raises(
+        CheckpointError, match=rf"{RUN}\.bin had [\d,]+ bytes when .*commit-2 was made, and has"
+    ):
         make(NVME, tmp_path)
     swap.unlink()
     with pytest.raises(CheckpointError, match="other swap files than this one"):
@@ -136,7 +138,9 @@ def test_a_run_of_another_model_or_configuration_is_refused_and_stays(tmp_path: 
         with pytest.raises(CheckpointError, match=f"commit-2: the run that lies here {said}"):
             make(other, tmp_path)
     engine = make(Kind(top={"scheduler": None}), tmp_path)
-    with pytest.raises(CheckpointError, match="saved with WarmupLR, the engine has no schedule: a durable run goes on"):
+    with pytest.raises(
+        CheckpointError, match="saved with WarmupLR, the engine has no schedule: a durable run goes on"
+    ):
         engine.resume()
     engine.close()
     expect_at(tmp_path, 2, found)
@@ -147,7 +151,9 @@ def test_directories_in_another_order_do_not_begin_anew(tmp_path: Path) -> None:
     in_order = Kind(own={"nvme_path": [first, second]})
     found = begin(tmp_path, in_order)
     for paths in ([second, first], [second]):
-        with pytest.raises(ConfigError, match=r"nvme_path.*in their order: its commits are not in the first one"):
+        with pytest.raises(
+            ConfigError, match=r"nvme_path.*in their order: its commits are not in the first one"
+        ):
             make(Kind(own={"nvme_path": paths}), tmp_path)
     with pytest.raises(CheckpointError, match="other swap files"):
         make(Kind(own={"nvme_path": [first]}), tmp_path)
@@ -165,6 +171,38 @@ def test_a_copy_of_the_directory_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / RUN / "commit-2").exists()
 
 
+def test_commits_of_before_beside_the_swap_file_of_now_are_refused(tmp_path: Path) -> None:
+    begin(tmp_path)
+    shutil.copytree(tmp_path / RUN, tmp_path / "copy")
+    found = begin(tmp_path, num_steps=4)
+    (tmp_path / RUN).rename(tmp_path / "present")
+    (tmp_path / "copy").rename(tmp_path / RUN)
+    with pytest.raises(
+        CheckpointError, match=rf"{RUN}\.bin has states of after .*commit-2: commits and swap files"
+    ):
+        make(NVME, tmp_path)
+    shutil.rmtree(tmp_path / RUN)
+    (tmp_path / "present").rename(tmp_path / RUN)
+    expect_at(tmp_path, 4, found)
+
+
+def test_a_swap_file_that_has_grown_since_is_the_runs(tmp_path: Path) -> None:
+    """Frozen weights move there when a script writes them, perhaps after the last commit."""
+    found = begin(tmp_path)
+    with (tmp_path / f"{RUN}.bin").open("ab") as file:
+        file.write(bytes(4096))
+    expect_at(tmp_path, 2, found)
+
+
+def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(AioError, match=rf"lock .*{RUN}.*: No locks available"):
+        make(NVME, tmp_path)
+
+
 def test_a_run_that_is_removed_begins_anew(tmp_path: Path) -> None:
     first = begin(tmp_path)
     for path in tmp_path.glob(f"{RUN}*"):
@@ -175,7 +213,9 @@ def test_a_run_that_is_removed_begins_anew(tmp_path: Path) -> None:
 def test_training_without_resume_is_refused_where_a_run_is_found(tmp_path: Path) -> None:
     found = begin(tmp_path)
     engine = make(NVME, tmp_path)
-    with pytest.raises(StateError, match=r"commit-2 has this run after step 2.*engine\.resume\(\) goes on with it"):
+    with pytest.raises(
+        StateError, match=r"commit-2 has this run after step 2.*engine\.resume\(\) goes on with it"
+    ):
         train_step(engine, NVME, 0)
     engine.close()
     expect_at(tmp_path, 2, found)

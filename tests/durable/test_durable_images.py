@@ -23,7 +23,9 @@ from tests.support.warm import run_warm
 NUM_IMAGES = int(os.environ.get("OFFLOADZERO_TEST_DAMAGES", "12"))
 FIRST_SEED = int(os.environ.get("OFFLOADZERO_TEST_FIRST_SEED", "0"))
 KINDS_OF_ONE = [
-    *dict.fromkeys(("host parameters", "script writes", *(name for name in KINDS if KINDS[name].num_ranks == 1)))
+    *dict.fromkeys(
+        ("host parameters", "script writes", *(name for name in KINDS if KINDS[name].num_ranks == 1))
+    )
 ]
 # A bug, and how many images show it surely enough.
 PLANTED = {

@@ -30,7 +30,9 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].num_ranks == 1 and (IN_FULL or name in QUICK)])
+@pytest.mark.parametrize(
+    "name", [name for name in KINDS if KINDS[name].num_ranks == 1 and (IN_FULL or name in QUICK)]
+)
 def test_a_durable_run_has_the_bits_of_a_plain_one_and_goes_on_with_them(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     every = int(kind.own.get("durable", 1))
