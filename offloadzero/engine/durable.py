@@ -36,6 +36,7 @@ from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.swap_file import KeptFile
 from offloadzero.memory.tickets import Ticket
+from offloadzero.observe.texts import format_bytes
 from offloadzero.ranks.group import Group
 from offloadzero.update.commits import Commits, Committed
 from offloadzero.update.records import Record
@@ -88,10 +89,11 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
     by_rank = group.control.by_rank(told, "the commits that ranks have")
     of_all = set.intersection(*map(set, by_rank)) - {0}
     if not of_all and any(map(any, by_rank)):
-        # The end has come with the first commit, which some ranks have made and others not.
-        is_first = set(told) <= {0, 1} and (
-            1 not in told or directory.read(1).layout["world_size"] == len(by_rank)
-        )
+        # The end has come with the first commit, which some ranks have made and others not?
+        with group.together(_START):
+            is_first = set(told) <= {0, 1} and (
+                1 not in told or directory.read(1).layout["world_size"] == len(by_rank)
+            )
         if group.is_on_some(not is_first):
             raise CheckpointError(
                 f"{path}: the ranks have no commit in common; by rank they have {by_rank} (0: none)"
@@ -170,6 +172,14 @@ class DurableRun:
                         f"{file.path} has states of after {found.path}: commits and swap files belong together"
                     )
 
+    @property
+    def description(self) -> str:
+        """Where the commits are, and the bytes of each beside the swap files."""
+        num_bytes = sum(count * segment.dtype.itemsize for _, segment, count in self._in_memory)
+        return (
+            f"commits in {self._directory.path}, each with {format_bytes(num_bytes)} of what is in one place"
+        )
+
     # --- a run that is found ---
 
     def spare_committed(self) -> None:
@@ -190,9 +200,8 @@ class DurableRun:
         """Take the states of the commit which is found."""
         if self.found is None:
             return
-        for (
-            record
-        ) in self._records:  # before the rest is written: a segment in memory may have two places, too
+        # Before the rest is written: a segment in memory may have two places, too.
+        for record in self._records:
             if record.committed is Committed.NEXT:
                 record.flip()
             for slot in record.trainable_slots:

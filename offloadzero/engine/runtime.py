@@ -286,6 +286,8 @@ class Runtime:
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
             lines.append(f"    file engine of parameters and states: {self.store.nvme.description}")
+        if self.durable is not None:
+            lines.append(f"    {self.durable.description}")
         if self.store.in_place is not None:
             in_place = self.store.in_place.num_bytes
             lines += [
