@@ -1,8 +1,9 @@
 """What a power failure may leave of a durable run's files: recorded while it trains, then put together by chance.
 
 [Note: crash images]
-As in ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018): every change of a file is recorded, and
-what makes changes last. An image of one moment has all that was made to last before, and of the rest what chance says:
+As in ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018): every change of a file is recorded,
+and what makes changes last. An image of one moment has all that was made to last before, and of the rest what chance
+says:
 
 - of the writes to the swap file any subset, each whole or some of its 512-byte sectors;
 - of a directory's names none, all, the first few or any of their changes since its last fsync;
@@ -26,8 +27,8 @@ from typing import Any
 import torch
 
 from offloadzero.checkpoint.commits import number_of
-from offloadzero.core.fail_points import listening
 from offloadzero.memory.swap_file import MARK_BYTES
+from tests.support.faults import replaced
 
 SECTOR_BYTES = 512
 SWAP = "offloadzero-durable-rank0.bin"
@@ -53,7 +54,7 @@ class Recorder:
         sys.addaudithook(self._on_event)
         self._is_on = True
         try:
-            with listening(self._listen):
+            with replaced("nvme.write", self._write):
                 yield
         finally:
             self._is_on = False
@@ -91,7 +92,7 @@ class Recorder:
             flags = arguments[2] or 0
             if path is not None and flags & os.O_CREAT and not os.path.lexists(self.root / path):
                 self.note("create", path)
-        elif event == "os.mkdir":
+        elif event == "os.mkdir" and not os.path.isdir(arguments[0]):  # with exist_ok it may be there
             self._note_path("mkdir", arguments[0], arguments[2])
         elif event in ("os.remove", "os.rmdir"):
             self._note_path("remove", arguments[0], arguments[1])
@@ -128,19 +129,13 @@ class Recorder:
             self._tickets.append(None)
         return written
 
-    def _listen(self, point: str, work: Callable[..., Any], about: object) -> Callable[..., Any]:
-        if point != "nvme.write":
-            return work
-
-        def write(verb: str, start: int, data: torch.Tensor, **keys: Any) -> Any:
-            with self._lock:
-                index = len(self._tickets)
-                self.events.append(("write", index, MARK_BYTES + start, bytes(data.numpy().tobytes())))
-                self._tickets.append(_Never())
-            self._tickets[index] = ticket = work(verb, start, data, **keys)
-            return ticket
-
-        return write
+    def _write(self, work: Callable[..., Any], verb: str, start: int, data: torch.Tensor, **keys: Any) -> Any:
+        with self._lock:
+            index = len(self._tickets)
+            self.events.append(("write", index, MARK_BYTES + start, bytes(data.numpy().tobytes())))
+            self._tickets.append(_Never())
+        self._tickets[index] = ticket = work(verb, start, data, **keys)
+        return ticket
 
 
 class _Never:

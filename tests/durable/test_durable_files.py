@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,12 @@ def begin(directory: Path, kind: Kind = NVME, *, num_steps: int = 2) -> str:
     found = digest(engine)
     engine.close()
     return found
+
+
+def take_steps(engine: Any, numbers: Iterable[int]) -> None:
+    """Take these steps."""
+    for number in numbers:
+        train_step(engine, NVME, number)
 
 
 def expect_at(directory: Path, step: int, found: str, kind: Kind = NVME) -> None:
@@ -195,7 +203,7 @@ def test_a_swap_file_that_has_grown_since_is_the_runs(tmp_path: Path) -> None:
 
 
 def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(descriptor: int, operation: int) -> None:
+    def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
@@ -234,8 +242,7 @@ def test_a_drive_that_is_read_only_or_full(tmp_path: Path) -> None:
         engine.resume()
         fill(disk / "other")
         with pytest.raises((AioError, CheckpointError), match=rf"{RUN}.*No space left on device"):
-            for number in range(2, 5):
-                train_step(engine, NVME, number)
+            take_steps(engine, range(2, 5))
         with pytest.raises((AioError, CheckpointError, StateError)):
             train_step(engine, NVME, 4)
         engine.close()

@@ -1,12 +1,12 @@
-"""What scripts do in a durable run: interrupts, errors, checkpoints, evaluation. The last commit is whole, and exact."""
+"""What scripts do in a durable run: interrupts, errors, checkpoints, evaluation. The last commit is exact."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from offloadzero import AioError, CheckpointError, ConfigError, NonFiniteError, StateError
-from offloadzero.core.fail_points import Point, listening
+from offloadzero.core.fail_points import Point
 from tests.durable.runs import KINDS, Kind, digest, make, train_step
-from tests.support.faults import fails
+from tests.support.faults import fails, observes
 
 NVME = KINDS["nvme"]
 
@@ -25,9 +25,14 @@ def ran(directory: Path, kind: Kind = NVME, *, num_steps: int = 2) -> Any:
     """An engine that has taken the first steps of a run, or goes on with one."""
     engine = make(kind, directory)
     first = 0 if (state := engine.resume()) is None else state["next"]
-    for number in range(first, num_steps):
-        train_step(engine, kind, number)
+    take_steps(engine, kind, range(first, num_steps))
     return engine
+
+
+def take_steps(engine: Any, kind: Kind, numbers: Iterable[int]) -> None:
+    """Take these steps."""
+    for number in numbers:
+        train_step(engine, kind, number)
 
 
 def found_again(directory: Path, kind: Kind = NVME) -> tuple[int, str]:
@@ -45,10 +50,8 @@ def test_an_interrupt_anywhere_leaves_a_run_to_go_on_with(kind: str, tmp_path: P
     points: list[Point] = ["step.step", "update.compute", "lane.launch", "update.stage", "landing.measure"]
     engine = ran(tmp_path, KINDS[kind])
     for point in points:
-        with pytest.raises(KeyboardInterrupt), listening(interrupts_at(point)):
-            for number in range(3):
-                train_step(engine, KINDS[kind], engine.global_steps + number)
-            raise KeyboardInterrupt  # the point is not met by this kind
+        with pytest.raises(KeyboardInterrupt):
+            take_interrupted(engine, KINDS[kind], point)
         drop(engine)
         for _ in range(2):
             train_step(engine, KINDS[kind], engine.global_steps)
@@ -67,19 +70,13 @@ def drop(engine: Any) -> None:
         engine.step()
 
 
-def interrupts_at(point: Point) -> Callable[[Point, Callable[..., Any], object], Callable[..., Any]]:
-    """A listener that sends one SIGINT when the point is met."""
-    left = [1]
-    lock = threading.Lock()
-
-    def listen(at: Point, work: Callable[..., Any], about: object) -> Callable[..., Any]:
-        with lock:
-            if at == point and left:
-                left.clear()
-                os.kill(os.getpid(), signal.SIGINT)
-        return work
-
-    return listen
+def take_interrupted(engine: Any, kind: Kind, point: Point) -> None:
+    """Take steps, with one SIGINT when the point is met; a kind that does not meet it has it after three steps."""
+    numbers = itertools.count()
+    with observes(point, before=lambda _: next(numbers) or os.kill(os.getpid(), signal.SIGINT)):
+        for number in range(3):
+            train_step(engine, kind, engine.global_steps + number)
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["nvme", "no clipping"])
@@ -87,8 +84,7 @@ def test_a_step_that_is_not_finite_is_dropped_and_the_run_goes_on(kind: str, tmp
     engine = ran(tmp_path, KINDS[kind])
     broken = Kind(top=KINDS[kind].top, bad_steps=(2,))
     with pytest.raises(NonFiniteError):
-        train_step(engine, broken, 2)
-        train_step(engine, broken, 3)
+        take_steps(engine, broken, range(2, 4))
     engine.zero_grad()
     train_step(engine, KINDS[kind], 3)
     expected = engine.global_steps, digest(engine)
@@ -106,8 +102,7 @@ def test_a_commit_that_fails_stops_the_run_and_the_one_before_is_whole(point: Po
     engine = ran(tmp_path)
     error = OSError(errno.EIO, "Input/output error")
     with fails(point, error), pytest.raises((AioError, CheckpointError), match="Input/output error"):
-        for number in range(4, 8):
-            train_step(engine, NVME, number)
+        take_steps(engine, NVME, range(4, 8))
     # What the drive has taken since is not known: the process may not make another commit.
     with pytest.raises((AioError, CheckpointError), match="Input/output error"):
         train_step(engine, NVME, 8)
@@ -177,6 +172,6 @@ def test_resume_comes_once_and_first(tmp_path: Path) -> None:
         engine.resume()
     engine.close()
     plain = make(NVME, tmp_path / "plain", durable=False)
-    with pytest.raises(ConfigError, match="offloadzero.durable = False"):
+    with pytest.raises(ConfigError, match=r"offloadzero\.durable = False"):
         plain.resume()
     plain.close()
