@@ -14,8 +14,10 @@ A write lasts if it was done when an fdatasync began that has returned.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,7 +33,8 @@ from offloadzero.memory.swap_file import MARK_BYTES
 from tests.support.faults import replaced
 
 SECTOR_BYTES = 512
-SWAP = "offloadzero-durable-rank0.bin"
+RUN = "offloadzero-durable-rank0"
+SWAP = f"{RUN}.bin"
 Event = tuple[Any, ...]
 
 
@@ -176,13 +179,20 @@ def _apply(entries: dict[str, Any], names: dict[str, Any]) -> None:
 class Images:
     """The images of a recorded run, whose directory began as a copy of `base`."""
 
-    def __init__(self, base: Path, events: list[Event]) -> None:
-        self._base, self._events = base, events
+    def __init__(self, base: Path, events: list[Event], *, swap_bytes: int) -> None:
+        self._base, self._events, self._swap_bytes = base, events, swap_bytes
         # What is written into a file whose name is given away once.
         self._ever = {event[1]: event[2] for event in events if event[0] == "sync file"}
+        metas = [(path, data) for path, data in self._ever.items() if path.startswith(f"{RUN}/")]
+        metas += [(str(path), path.read_bytes()) for path in (base / RUN).glob("*/meta.json")]
+        self._step_of = {0: 0}  # by the number of a commit
+        for path, data in metas:
+            if path.endswith("/meta.json"):
+                name = re.sub(r"^\.|\.[0-9a-f]+\.partial$", "", Path(path).parent.name)
+                self._step_of[number_of(Path(name))] = json.loads(data)["global_steps"]
 
     def make(self, target: Path, moment: int, draw: random.Random) -> tuple[int, int]:
-        """Make an image of the moment before event `moment`. Returns the oldest and the newest commit it may have."""
+        """Make an image of the moment before event `moment`. Returns the oldest and the newest step it may have."""
         tree = _load(self._base)
         renamed, lasting = _commits(tree), _commits(tree)
         done: set[int] = set()
@@ -213,7 +223,7 @@ class Images:
                     renamed.add(number)
         swap = self._swap(moment, done, draw)
         _store(tree, target, draw, lambda node: self._ever.get(created.get(id(node), ""), b""), swap)
-        return max(lasting, default=0), max(renamed, default=0)
+        return self._step_of[max(lasting, default=0)], self._step_of[max(renamed, default=0)]
 
     def _swap(self, moment: int, done: set[int], draw: random.Random) -> bytes:
         path = self._base / SWAP
@@ -232,7 +242,7 @@ class Images:
                     if draw.random() < 0.5:
                         sector = data[start : start + SECTOR_BYTES]
                         swap[offset + start : offset + start + len(sector)] = sector
-        return bytes(swap)
+        return bytes(swap.ljust(self._swap_bytes, b"\0"))  # it is reserved before all of these
 
 
 def _load(path: Path) -> _Directory:
@@ -244,7 +254,7 @@ def _load(path: Path) -> _Directory:
 
 
 def _commits(tree: _Directory) -> set[int]:
-    run = tree.entries.get(SWAP.removesuffix(".bin"))
+    run = tree.entries.get(RUN)
     return set() if run is None else set(filter(None, map(number_of, map(Path, run.entries))))
 
 
