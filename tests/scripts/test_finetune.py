@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.utils import clip_grad_norm_
 
-from tests.support.tiny import script_environment
+from offloadzero.cli.main import main
+from tests.support.ranks import run_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -150,16 +152,8 @@ def test_adapters_alone_are_trained_and_saved(folder: Path, tmp_path: Path) -> N
 def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: Path) -> None:
     data = DATA[1]
     config = config_file(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "examples" / "finetune.py"), *arguments(folder, tmp_path / "out", data=data)[1:]]
-    run = subprocess.run(
-        [*command, f"--config={config}"],
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    words = [*arguments(folder, tmp_path / "out", data=data)[1:], f"--config={config}"]
+    run = run_torchrun(ROOT / "examples" / "finetune.py", *words, cwd=tmp_path, timeout_s=110)
     assert run.returncode == 0, run.stderr
     assert "One of 2 ranks, by stage of ZeRO:" in run.stdout
     weights, said = plain_loop(folder, data, world_size=2)
@@ -172,8 +166,13 @@ def test_the_plan_is_said_before_anything_is_built(
 ) -> None:
     """Of adapters, in bytes (measuring takes a minute), and a run that does not fit does not begin."""
     pytest.importorskip("peft")
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda words, **how: run([*words, "--no-time"], **how))
+
+    def run(words: Sequence[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
+        python, option, package, *rest = words
+        assert (python, option, package, check) == (sys.executable, "-m", "offloadzero", False)
+        return subprocess.CompletedProcess(words, main([*rest, "--no-time"]))
+
+    monkeypatch.setattr(subprocess, "run", run)
     given = arguments(folder, tmp_path, "--lora=2")[1:]
     assert finetune.main(given) == 0
     said = capfd.readouterr().out
