@@ -39,6 +39,7 @@ from offloadzero.checkpoint.loading import (
 )
 from offloadzero.checkpoint.states import States, begin_save, save_weights
 from offloadzero.core import interrupts
+from offloadzero.engine.durable import DurableRun
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import CheckpointError, ConfigError, StateError
@@ -66,6 +67,9 @@ class EngineCheckpoints:
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
         self._has_resumed = False
+        self._uncommitted: tuple[Meta, dict[str, Any]] | None = (
+            None  # of the last step that a save has passed over
+        )
         self.background = BackgroundSave(runtime)
         self._half_loaded: StateError | None = None  # the error of a load that left a mixture of states
 
@@ -111,6 +115,8 @@ class EngineCheckpoints:
         """Write a checkpoint as `Engine.save_checkpoint` says, and raise its errors."""
         self.expect_savable("save_checkpoint")
         self.background.finish()
+        if self._runtime.durable is not None:
+            self._commit(self._runtime.durable)
         whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
         if partial_step is not None:
@@ -231,15 +237,21 @@ class EngineCheckpoints:
         run = self._runtime.durable
         if run is None or self._coordinator.global_steps % self._runtime.config.durable:
             return
-        if self.background.is_running:
-            return
         with self._runtime.clock.waiting("commit"), self._runtime.failures.handed_over():
             run.wait_complete()
         # What the script may change meanwhile is taken now.
         meta = copy.deepcopy(self._meta(client_state, None, lr_scheduler))
+        self._uncommitted = meta, random_states(self._runtime.accelerator.asynchronous)
+        if not self.background.is_running:
+            self._commit(run)
+
+    def _commit(self, run: DurableRun) -> None:
+        """Begin to commit the last step, unless it is committed."""
+        if self._uncommitted is None:
+            return
+        (meta, random), self._uncommitted = self._uncommitted, None
         changes, records = self._runtime.changes, self._runtime.records
-        updates = [changes.update_ticket(record.index) for record in records]
-        run.commit(meta, random_states(self._runtime.accelerator.asynchronous), updates)
+        run.commit(meta, random, [changes.update_ticket(record.index) for record in records])
 
     def resume(self, lr_scheduler: Any) -> dict[str, Any] | None:
         """Go on with the run that was found, as `Engine.resume` says."""
@@ -346,6 +358,7 @@ class EngineCheckpoints:
     def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:
         """Take over a checkpoint that `find` has found. Gradients of a step that was begun are dropped before."""
         meta = found.meta
+        self._uncommitted = None
         with self._loading(found.path), self._runtime.group.together("load_checkpoint()"):
             found.plan.apply()
             if found.with_counters:

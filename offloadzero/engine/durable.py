@@ -60,7 +60,8 @@ class OpenRun:
         """The swap file that is to stay; None where the run is not durable."""
         if self.directory is None:
             return None
-        return KeptFile(f"{run_name(self.group.spec.rank)}.bin", has_data=self.found is not None)
+        file_bytes = () if self.found is None else self.found.file_bytes
+        return KeptFile(f"{run_name(self.group.spec.rank)}.bin", file_bytes)
 
     def begin(self, model: nn.Module, records: Sequence[Record], store: TieredStore) -> DurableRun | None:
         """Make the run when the homes are made, and spare those of the commit. Raises CheckpointError."""
@@ -101,6 +102,11 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
         directory.keep_only(0)
     with group.together(_START):
         found = directory.read(max(of_all)) if of_all else None
+        if found is not None and found.file_bytes and len(found.file_bytes) != len(config.nvme_paths):
+            raise CheckpointError(
+                f"{found.path}: its run has files in {len(found.file_bytes)} directories, and nvme_path names "
+                f"{len(config.nvme_paths)}"
+            )
     return OpenRun(config if found is None else _with_homes_of(config, found), group, directory, found)
 
 
@@ -162,11 +168,7 @@ class DurableRun:
         self._in_memory = list(_segments_in_memory(records))
         if found is not None:
             expect_same_layout(found, self._layout)
-            for file, num_bytes in zip(self._files, found.file_bytes, strict=True):
-                if file.kept_bytes < num_bytes:
-                    raise CheckpointError(
-                        f"{file.path} had {num_bytes:,} bytes when {found.path} was made, and has {file.kept_bytes:,}"
-                    )
+            for file in self._files:
                 if file.last_commit > found.number:
                     raise CheckpointError(
                         f"{file.path} has states of after {found.path}: commits and swap files belong together"

@@ -107,8 +107,10 @@ def _room_for(num_bytes: int, directory: Path, num_waiting_bytes: int) -> Iterat
 class _BackingFile:
     """A swap file and its place in the engine. `gap` bytes of data at its begin are not reserved yet."""
 
-    def __init__(self, engine: AioEngine, directory: Path, kept: KeptFile | None) -> None:
-        self.swap = SwapFile(directory, kept)
+    def __init__(
+        self, engine: AioEngine, directory: Path, kept: KeptFile | None = None, *, least_bytes: int = 0
+    ) -> None:
+        self.swap = SwapFile(directory, kept, least_bytes=least_bytes)
         self.path = self.swap.path
         self.gap = 0
         try:
@@ -189,8 +191,9 @@ class NvmeTier(Tier):
         try:
             for directory in directories:
                 remove_stale_files(directory)
-            for directory in directories:
-                self._files.append(_BackingFile(self.engine, directory, kept))
+            least = () if kept is None else kept.file_bytes
+            for directory, least_bytes in zip(directories, least or [0] * len(directories), strict=True):
+                self._files.append(_BackingFile(self.engine, directory, kept, least_bytes=least_bytes))
                 if kept is None:
                     self._doomed.append(DoomedFile(self._files[-1].path))
             self._preallocate(waiting)

@@ -40,7 +40,7 @@ import re
 import secrets
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class KeptFile:
     """A swap file that stays when its process ends."""
 
     name: str
-    has_data: bool  # else it begins anew
+    file_bytes: Sequence[int] = ()  # its least size in each directory; none: it begins anew
 
 
 class DirectoryLock:
@@ -115,16 +115,15 @@ def _lock_kept(descriptor: int, path: Path) -> None:
 class SwapFile:
     """An open file of this process, locked as long as it is open, and `MARK_BYTES` long at first."""
 
-    def __init__(self, directory: Path, kept: KeptFile | None = None) -> None:
+    def __init__(self, directory: Path, kept: KeptFile | None = None, *, least_bytes: int = 0) -> None:
         """Make the file, or open the one that is `kept`. Raises AioError: it cannot be, or it is not this user's alone.
 
-        Raises ConfigError where another process has the one that is kept.
+        `least_bytes`: of one that is kept; 0: it begins anew. Raises ConfigError where another process has it.
         """
         file_id = secrets.token_bytes(_ID_BYTES)
         name = f"offloadzero-{os.getpid()}-{file_id.hex()}.bin" if kept is None else kept.name
         self.path = directory / name
         self.file_id = file_id.hex()
-        self.kept_bytes = 0  # the size that it had when it was opened with its data
         self._is_kept = kept is not None
         self.descriptor = -1
         _open_files.add(self)
@@ -133,7 +132,7 @@ class SwapFile:
             if kept is None:
                 self._make(directory, file_id)
             else:
-                self._open_kept(directory, file_id, has_data=kept.has_data)
+                self._open_kept(directory, file_id, least_bytes)
         except BaseException as error:
             self.remove()
             if isinstance(error, AioError | ConfigError) or not isinstance(error, OSError):
@@ -150,7 +149,7 @@ class SwapFile:
                 self.descriptor = _make_named(at, self.path, file_id)
 
     @uninterrupted
-    def _open_kept(self, directory: Path, file_id: bytes, *, has_data: bool) -> None:
+    def _open_kept(self, directory: Path, file_id: bytes, least_bytes: int) -> None:
         flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _directory(directory) as at:
             self.descriptor = os.open(self.path.name, flags, _MODE, dir_fd=at)
@@ -162,8 +161,13 @@ class SwapFile:
             )  # fmt: skip
         _lock_kept(self.descriptor, self.path)
         _take(self.descriptor, self.path)
-        if has_data and first.startswith(_MAGIC):
-            self.file_id, self.kept_bytes = first[len(_MAGIC) :].hex(), self.num_bytes
+        if least_bytes and self.num_bytes < least_bytes:
+            raise AioError(
+                operation="open", path=str(self.path), offset=self.num_bytes, num_bytes=least_bytes - self.num_bytes,
+                errno=errno.ENODATA, detail=f"it had {least_bytes:,} bytes when its last commit was made",
+            )  # fmt: skip
+        if least_bytes:
+            self.file_id = first[len(_MAGIC) :].hex()
             return
         if self.last_commit:
             raise ConfigError(

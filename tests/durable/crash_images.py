@@ -1,8 +1,9 @@
 """What a power failure may leave of a durable run's files: recorded while it trains, then put together by chance.
 
 [Note: crash images]
-As in ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018): every change of a file is recorded, and
-what makes changes last. An image of one moment has all that was made to last before, and of the rest what chance says:
+As in ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018): every change of a file is recorded,
+and what makes changes last. An image of one moment has all that was made to last before, and of the rest what chance
+says:
 
 - of the writes to the swap file any subset, each whole or some of its 512-byte sectors;
 - of a directory's names none, all, the first few or any of their changes since its last fsync;
@@ -13,8 +14,10 @@ A write lasts if it was done when an fdatasync began that has returned.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,11 +29,12 @@ from typing import Any
 import torch
 
 from offloadzero.checkpoint.commits import number_of
-from offloadzero.core.fail_points import listening
 from offloadzero.memory.swap_file import MARK_BYTES
+from tests.support.faults import replaced
 
 SECTOR_BYTES = 512
-SWAP = "offloadzero-durable-rank0.bin"
+RUN = "offloadzero-durable-rank0"
+SWAP = f"{RUN}.bin"
 Event = tuple[Any, ...]
 
 
@@ -53,7 +57,7 @@ class Recorder:
         sys.addaudithook(self._on_event)
         self._is_on = True
         try:
-            with listening(self._listen):
+            with replaced("nvme.write", self._write):
                 yield
         finally:
             self._is_on = False
@@ -91,7 +95,7 @@ class Recorder:
             flags = arguments[2] or 0
             if path is not None and flags & os.O_CREAT and not os.path.lexists(self.root / path):
                 self.note("create", path)
-        elif event == "os.mkdir":
+        elif event == "os.mkdir" and not os.path.isdir(arguments[0]):  # with exist_ok it may be there
             self._note_path("mkdir", arguments[0], arguments[2])
         elif event in ("os.remove", "os.rmdir"):
             self._note_path("remove", arguments[0], arguments[1])
@@ -128,19 +132,13 @@ class Recorder:
             self._tickets.append(None)
         return written
 
-    def _listen(self, point: str, work: Callable[..., Any], about: object) -> Callable[..., Any]:
-        if point != "nvme.write":
-            return work
-
-        def write(verb: str, start: int, data: torch.Tensor, **keys: Any) -> Any:
-            with self._lock:
-                index = len(self._tickets)
-                self.events.append(("write", index, MARK_BYTES + start, bytes(data.numpy().tobytes())))
-                self._tickets.append(_Never())
-            self._tickets[index] = ticket = work(verb, start, data, **keys)
-            return ticket
-
-        return write
+    def _write(self, work: Callable[..., Any], verb: str, start: int, data: torch.Tensor, **keys: Any) -> Any:
+        with self._lock:
+            index = len(self._tickets)
+            self.events.append(("write", index, MARK_BYTES + start, bytes(data.numpy().tobytes())))
+            self._tickets.append(_Never())
+        self._tickets[index] = ticket = work(verb, start, data, **keys)
+        return ticket
 
 
 class _Never:
@@ -181,13 +179,20 @@ def _apply(entries: dict[str, Any], names: dict[str, Any]) -> None:
 class Images:
     """The images of a recorded run, whose directory began as a copy of `base`."""
 
-    def __init__(self, base: Path, events: list[Event]) -> None:
-        self._base, self._events = base, events
+    def __init__(self, base: Path, events: list[Event], *, swap_bytes: int) -> None:
+        self._base, self._events, self._swap_bytes = base, events, swap_bytes
         # What is written into a file whose name is given away once.
         self._ever = {event[1]: event[2] for event in events if event[0] == "sync file"}
+        metas = [(path, data) for path, data in self._ever.items() if path.startswith(f"{RUN}/")]
+        metas += [(str(path), path.read_bytes()) for path in (base / RUN).glob("*/meta.json")]
+        self._step_of = {0: 0}  # by the number of a commit
+        for path, data in metas:
+            if path.endswith("/meta.json"):
+                name = re.sub(r"^\.|\.[0-9a-f]+\.partial$", "", Path(path).parent.name)
+                self._step_of[number_of(Path(name))] = json.loads(data)["global_steps"]
 
     def make(self, target: Path, moment: int, draw: random.Random) -> tuple[int, int]:
-        """Make an image of the moment before event `moment`. Returns the oldest and the newest commit it may have."""
+        """Make an image of the moment before event `moment`. Returns the oldest and the newest step it may have."""
         tree = _load(self._base)
         renamed, lasting = _commits(tree), _commits(tree)
         done: set[int] = set()
@@ -218,7 +223,7 @@ class Images:
                     renamed.add(number)
         swap = self._swap(moment, done, draw)
         _store(tree, target, draw, lambda node: self._ever.get(created.get(id(node), ""), b""), swap)
-        return max(lasting, default=0), max(renamed, default=0)
+        return self._step_of[max(lasting, default=0)], self._step_of[max(renamed, default=0)]
 
     def _swap(self, moment: int, done: set[int], draw: random.Random) -> bytes:
         path = self._base / SWAP
@@ -237,7 +242,7 @@ class Images:
                     if draw.random() < 0.5:
                         sector = data[start : start + SECTOR_BYTES]
                         swap[offset + start : offset + start + len(sector)] = sector
-        return bytes(swap)
+        return bytes(swap.ljust(self._swap_bytes, b"\0"))  # it is reserved before all of these
 
 
 def _load(path: Path) -> _Directory:
@@ -249,7 +254,7 @@ def _load(path: Path) -> _Directory:
 
 
 def _commits(tree: _Directory) -> set[int]:
-    run = tree.entries.get(SWAP.removesuffix(".bin"))
+    run = tree.entries.get(RUN)
     return set() if run is None else set(filter(None, map(number_of, map(Path, run.entries))))
 
 

@@ -10,14 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offloadzero.checkpoint import partial
+from offloadzero.checkpoint import partial as partial_folders
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.update.commits import Commits
 from offloadzero.update.records import Record
-from tests.durable.crash_images import Images, Recorder
+from tests.durable.crash_images import SWAP, Images, Recorder
 from tests.durable.killed import find_plain, run_children
 from tests.durable.runs import KINDS, NUM_STEPS, digest, make, train_step
 
@@ -39,13 +40,13 @@ class Case:
 def _plant(name: str) -> None:
     """Have the bug in this process."""
     if name == "no fdatasync":
-        NvmeTier.sync = lambda tier: None  # type: ignore[method-assign]
+        NvmeTier.sync = lambda _: None  # type: ignore[method-assign]
     elif name == "updates before the commit":
-        Commits.after = lambda commits, update: update  # type: ignore[method-assign]
+        Commits.after = lambda _, update: update  # type: ignore[method-assign]
     elif name == "present place written":
         Record.makes_next_version = False  # type: ignore[assignment, method-assign]
     elif name == "no fsync of names":
-        partial.sync_directory = lambda path: None
+        partial_folders.sync_directory = lambda _: None
 
 
 def train_to(case: Case, directory: Path, stop: int) -> None:
@@ -58,7 +59,7 @@ def train_to(case: Case, directory: Path, stop: int) -> None:
     engine.close()
 
 
-def look(case: Case, image: Path, say: Say) -> None:
+def look(case: Case, image: Path, _: int, say: Say) -> None:
     """Say at which step the run is continued, and its digest then."""
     engine = make(KINDS[case.kind], image)
     state = engine.resume()
@@ -74,10 +75,10 @@ def run_case(case: Case) -> dict[str, Any]:
     run.mkdir()
     (plain,) = find_plain(KINDS[case.kind], top / "plain")
     if case.first:
-        assert run_children(1, top, lambda _, say: train_to(case, run, case.first)) == [0], _error(top)
+        assert run_children(1, top, lambda *_: train_to(case, run, case.first)) == [0], _error(top)
     shutil.copytree(run, base)
 
-    def record(_: int, say: Say) -> None:
+    def record(*_: object) -> None:
         _plant(case.planted)
         recorder = Recorder(run)
         with recorder.recording():
@@ -86,7 +87,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
     assert run_children(1, top, record) == [0], _error(top)
     events = pickle.loads(trace.read_bytes())
-    images, draw = Images(base, events), random.Random(case.seed)
+    images, draw = Images(base, events, swap_bytes=(run / SWAP).stat().st_size), random.Random(case.seed)
     wrong: list[str] = []
     steps: Counter[int] = Counter()
     for number in range(case.num_images):
@@ -94,8 +95,9 @@ def run_case(case: Case) -> dict[str, Any]:
         moment = draw.randint(1, len(events))
         oldest, newest = images.make(image, moment, draw)
         (top / "log-0").unlink(missing_ok=True)
-        codes = run_children(1, top, lambda _, say: look(case, image, say))
-        what = f"image {number} before event {moment} of {len(events)}: {[str(part)[:60] for part in events[moment - 1]]}"
+        codes = run_children(1, top, partial(look, case, image))
+        event = [str(part)[:60] for part in events[moment - 1]]
+        what = f"image {number} before event {moment} of {len(events)}, {event}"
         if codes != [0]:
             wrong.append(f"{what}: {codes} {_error(top)}")
             continue
@@ -103,9 +105,8 @@ def run_case(case: Case) -> dict[str, Any]:
         steps[int(step)] += 1
         if found != plain[int(step)]:
             wrong.append(f"{what}: at step {step} with other values")
-        every = int(KINDS[case.kind].own.get("durable", 1))
-        if not oldest * every <= int(step) <= newest * every:
-            wrong.append(f"{what}: at step {step}, not of commit {oldest} to {newest}")
+        if not oldest <= int(step) <= newest:
+            wrong.append(f"{what}: at step {step}, not {oldest} to {newest}")
         shutil.rmtree(image)
     if not wrong:
         shutil.rmtree(top)

@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ import torch
 import torch._dynamo  # else every child would spend a second on it in its first optimizer
 import torch.distributed as dist
 
-from offloadzero.core.fail_points import listening
-from tests.durable.runs import KINDS, NUM_STEPS, Kind, digest, make, plain_digests, train_step
+from offloadzero.checkpoint.verify import open_checkpoint
+from tests.durable.runs import KINDS, NUM_STEPS, SAVED, Kind, digest, make, plain_digests, train_step
+from tests.support.faults import delays, replaced
 
-NO_KILL = ("none", "", 0)
+Kill = tuple[str, str, int]  # how, since when it is counted or at which point, after how many
+NO_KILL: Kill = ("none", "", 0)
 POINTS = (
     "nvme.write",
     "nvme.read",
@@ -53,8 +57,8 @@ class Case:
     num_kills: int
 
 
-def draw_kill(draw: random.Random) -> tuple[str, str, int]:
-    """What kills a life: how, since when it is counted or at which point, and after how many."""
+def draw_kill(draw: random.Random) -> Kill:
+    """What kills a life."""
     how = draw.choice(("call", "call", "call", "point", "point", "python", "timer"))
     since = draw.choice(("start", "train", "train"))
     if how == "point":
@@ -107,21 +111,22 @@ class Killer:
 
         return counted
 
-    def _on_call(self, frame: Any, event: str, argument: Any) -> None:
+    def _on_call(self, _: Any, event: str, __: Any) -> None:
         if event == "call":
             self.count()
 
-    def listener(self, point: str, work: Callable[..., Any], about: object) -> Callable[..., Any]:
-        """For fail points: one is counted before its work and after."""
-        if self.how != "point" or point != self.since:
-            return work
-        return self._counted(work)
+    def points(self) -> AbstractContextManager[None]:
+        """In which each work at its fail point is counted, before and after it."""
+        if self.how != "point":
+            return nullcontext()
+        return replaced(self.since, lambda work, *given, **keys: self._counted(work)(*given, **keys))  # type: ignore[arg-type]
 
 
-def live(case: Case, kill: tuple[str, str, int], say: Callable[[str], None], *, looks: bool) -> None:
+def live(case: Case, kill: Kill, say: Callable[[str], None], *, looks: bool) -> None:
     """One life: to the end of the run unless it is killed."""
     kind, killer = KINDS[case.kind], Killer(*kill)
-    with listening(killer.listener):
+    slower = delays("checkpoint.write", 0.003) if kind.saves else nullcontext()
+    with killer.points(), slower:
         killer.begin("start")
         engine = make(kind, case.directory)
         state = engine.resume()
@@ -133,6 +138,8 @@ def live(case: Case, kill: tuple[str, str, int], say: Callable[[str], None], *, 
             say(f"stepped {number + 1}")
         say(f"end {digest(engine)}")
         engine.close()
+        for tag in kind.saves:
+            open_checkpoint(Path(case.directory) / SAVED / f"step{tag}")
 
 
 # --- processes ---
@@ -170,33 +177,35 @@ def run_children(
     *,
     rest_s: float = 0.0,
 ) -> list[int | None]:
-    """The exit codes by rank. Where one is killed, the others have `rest_s` to go on, as under torchrun."""
+    """The exit codes by rank, None: it hung. Where one is killed, the others have `rest_s` to go on, as under torchrun.
+
+    What `work(rank, say)` says goes to `log-RANK` in the directory, and its traceback to `error-RANK`.
+    """
     (directory / "store").unlink(missing_ok=True)
-    pids = [
-        _child(rank, num_ranks, directory, lambda say, rank=rank: work(rank, say))
-        for rank in range(num_ranks)
-    ]
-    codes: list[int | None] = [None] * num_ranks
+    pids = [_child(rank, num_ranks, directory, partial(work, rank)) for rank in range(num_ranks)]
+    codes: dict[int, int] = {}
     deadline_s = time.monotonic() + LIFE_S
-    while None in codes:
+    hangs = False
+    while len(codes) < num_ranks:
         for rank, pid in enumerate(pids):
-            if codes[rank] is None and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[rank] = os.waitstatus_to_exitcode(ended[1])
                 if codes[rank]:
                     deadline_s = min(deadline_s, time.monotonic() + rest_s)
         if time.monotonic() > deadline_s:
-            for pid, code in zip(pids, codes, strict=True):
-                if code is None:
+            hangs = hangs or not any(codes.values())
+            for rank, pid in enumerate(pids):
+                if rank not in codes:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
-    return codes
+    return [None if hangs else codes[rank] for rank in range(num_ranks)]
 
 
 def find_plain(kind: Kind, directory: Path) -> list[list[str]]:
     """The digests of an undisturbed run that is not durable, by rank."""
     directory.mkdir(parents=True, exist_ok=True)
 
-    def work(rank: int, say: Callable[[str], None]) -> None:
+    def work(_: int, say: Callable[[str], None]) -> None:
         say(" ".join(plain_digests(kind, directory)))
 
     codes = run_children(kind.num_ranks, directory, work)
@@ -204,57 +213,93 @@ def find_plain(kind: Kind, directory: Path) -> list[list[str]]:
     return [(directory / f"log-{rank}").read_text().split() for rank in range(kind.num_ranks)]
 
 
+@dataclass
+class Life:
+    """One life of a run."""
+
+    kill: Kill
+    victims: Sequence[int]  # ranks
+    looks: bool  # at what is found when it begins
+    rest_s: float  # that the others have when one is killed
+
+
+def draw_life(draw: random.Random, num_ranks: int, *, is_last: bool) -> Life:
+    """The next life of a run."""
+    kill = NO_KILL if is_last else draw_kill(draw)
+    one = [draw.randrange(num_ranks)]
+    victims = one if draw.random() < 0.7 else list(range(num_ranks))
+    return Life(kill, victims, looks=draw.random() < 0.7, rest_s=draw.choice((0.0, 0.0, 0.02, 0.3)))
+
+
 def run_case(case: Case, plain: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Kill and start the run again until it has ended. Returns what was wrong, and how often it was killed."""
-    kind, draw = KINDS[case.kind], random.Random(case.seed)
+    num_ranks, draw = KINDS[case.kind].num_ranks, random.Random(case.seed)
     directory = Path(case.directory)
     directory.mkdir(parents=True)
-    kills: list[Any] = []
+    lives: list[Life] = []
     wrong: list[str] = []
-    seen = 0  # steps that some life has taken
-    num_killed = 0
-    # The commit before is made when step() returns that begins one.
-    most_lost = 2 * int(kind.own.get("durable", 1)) - 1
-    while True:
-        kill = NO_KILL if len(kills) >= case.num_kills else draw_kill(draw)
-        victims = [draw.randrange(kind.num_ranks)] if draw.random() < 0.7 else list(range(kind.num_ranks))
-        looks, rest_s = draw.random() < 0.7, draw.choice((0.0, 0.0, 0.02, 0.3))
-        kills.append((*kill, victims))
-        for rank in range(kind.num_ranks):
-            (directory / f"log-{rank}").unlink(missing_ok=True)
+    num_seen = num_killed = 0  # the steps that some life has taken
+    while not wrong and len(lives) <= case.num_kills:
+        life = draw_life(draw, num_ranks, is_last=len(lives) == case.num_kills)
+        lives.append(life)
 
-        def work(rank: int, say: Callable[[str], None]) -> None:
-            live(case, kill if rank in victims else NO_KILL, say, looks=looks)
+        def work(rank: int, say: Callable[[str], None], life: Life = life) -> None:
+            live(case, life.kill if rank in life.victims else NO_KILL, say, looks=life.looks)
 
-        codes = run_children(kind.num_ranks, directory, work, rest_s=rest_s)
+        codes = run_children(num_ranks, directory, work, rest_s=life.rest_s)
         num_killed += -signal.SIGKILL in codes
-        for rank, code in enumerate(codes):
-            error = directory / f"error-{rank}"
-            of_other = kind.num_ranks > 1 and -signal.SIGKILL in codes
-            if error.exists() and not of_other:
-                wrong.append(f"life {len(kills)}, rank {rank}: {error.read_text()}")
-            elif code not in (0, -signal.SIGKILL) and not of_other:
-                wrong.append(f"life {len(kills)}, rank {rank} ended with {code}")
-            error.unlink(missing_ok=True)
+        wrong = [*_wrong_ends(life, codes, directory), *_wrong_values(case, num_seen, directory, plain)]
+        for rank in range(num_ranks):
             log = directory / f"log-{rank}"
-            for line in log.read_text().splitlines() if log.exists() else ():
-                what, value, *looked = line.split()
-                if what == "resumed":
-                    if seen - int(value) > most_lost:
-                        wrong.append(f"life {len(kills)}, rank {rank}: resumed at {value}, had seen {seen}")
-                    if looked and looked[0] != plain[rank][int(value)]:
-                        wrong.append(f"life {len(kills)}, rank {rank}: resumed at {value} with other values")
-                elif what == "end" and value != plain[rank][-1]:
-                    wrong.append(f"life {len(kills)}, rank {rank}: ended with other values")
-        for rank in range(kind.num_ranks):
-            log = directory / f"log-{rank}"
-            lines = log.read_text().splitlines() if log.exists() else []
-            seen = max([seen, *(int(line.split()[1]) for line in lines if line.startswith("stepped"))])
-        if wrong or (not any(codes) and kill == NO_KILL) or len(kills) > case.num_kills + 3:
-            break
+            steps = [int(line.split()[1]) for line in _lines(log) if line.startswith("stepped")]
+            num_seen = max(num_seen, *steps, 0)
+            log.unlink(missing_ok=True)
+            (directory / f"error-{rank}").unlink(missing_ok=True)
     if not wrong:
         shutil.rmtree(directory)
-    return {**asdict(case), "wrong": wrong, "kills": kills, "num_killed": num_killed}
+    return {
+        **asdict(case),
+        "wrong": wrong,
+        "lives": [asdict(life) for life in lives],
+        "num_killed": num_killed,
+    }
+
+
+def _wrong_ends(life: Life, codes: Sequence[int | None], directory: Path) -> Iterator[str]:
+    """A life ends by its kill or as it should; when another rank is killed an error is as it should be."""
+    if None in codes:
+        yield "it hangs"
+    if life.kill == NO_KILL and any(codes):
+        yield f"the last life ended with {codes}"
+    if -signal.SIGKILL in codes and len(codes) > 1:
+        return
+    for rank, code in enumerate(codes):
+        if code not in (0, -signal.SIGKILL):
+            error = directory / f"error-{rank}"
+            yield f"rank {rank} ended with {code}: {error.read_text() if error.exists() else ''}"
+
+
+def _wrong_values(
+    case: Case, num_seen: int, directory: Path, plain: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    # When step() returns that begins a commit, the one before is made.
+    kind = KINDS[case.kind]
+    most_lost = 2 * int(kind.own.get("durable", 1)) - 1
+    # While a checkpoint is saved no commit is made. One that begins when another ends leaves no time for any.
+    begun = [0, *(step for step in kind.saves if step < num_seen)]
+    oldest = begun[-2] if len(begun) > 1 else num_seen
+    for rank, digests in enumerate(plain):
+        for what, value, *looked in map(str.split, _lines(directory / f"log-{rank}")):
+            if what == "resumed" and int(value) < min(oldest, num_seen - most_lost):
+                yield f"rank {rank}: resumed at {value}, had seen {num_seen}"
+            if what == "resumed" and looked and looked[0] != digests[int(value)]:
+                yield f"rank {rank}: resumed at {value} with other values"
+            if what == "end" and value != digests[-1]:
+                yield f"rank {rank}: ended with other values"
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from tests.support.checkpoints import state_digest
 
 NUM_STEPS = 7
 WIDTH = 31
+SAVED = "saved"  # beside the run
 MIXED = [{"units": "*", "param": "host", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "host"}]
 ON_DEVICE = [{"units": "*", "param": "device", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "nvme"}]
 MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 2e-3, "momentum": 0.9, "weight_decay": 0.1}}
@@ -80,6 +81,7 @@ class Kind:
     is_adapter: bool = False
     bad_steps: tuple[int, ...] = ()  # whose loss is not finite
     num_ranks: int = 1
+    saves: tuple[int, ...] = ()  # steps before which a checkpoint begins to be saved in the background
     writes: bool = False  # the script writes weights and states before every second step
 
 
@@ -115,6 +117,13 @@ KINDS = {
     "script writes": Kind(writes=True),
     "script writes mixed": Kind(MIXED, writes=True),
     "script writes, every third": Kind(writes=True, own={"durable": 3}),
+    "saves": Kind(saves=(2, 5)),
+    "saves without clipping": Kind(top={"gradient_clipping": 0.0}, saves=(2, 5)),
+    "saves, host parameters": Kind(
+        [{"units": "*", "param": "host", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "nvme"}],
+        saves=(3,),
+    ),
+    "saves, script writes": Kind(saves=(1, 3), writes=True),
     "checksums": Kind(own={"aio": {"checksums": True}}),
     "auto": Kind("auto"),
     "two ranks stage 1": Kind(ON_DEVICE, top={"zero_optimization": {"stage": 1}}, num_ranks=2),
@@ -159,6 +168,9 @@ def make(kind: Kind, directory: Path | str, *, durable: bool = True) -> Any:
 
 def train_step(engine: Any, kind: Kind, number: int) -> float:
     """Step `number`, from 0, whose batches come of the generators; `client_state` says what the next one is."""
+    if number in kind.saves:
+        directory = engine.optimizer.runtime.config.nvme_paths[0] / SAVED
+        engine.save_checkpoint(directory, tag=f"step{number}", wait=False)
     if kind.writes and number % 2:
         _write(engine.module)
     loss = torch.zeros(())
@@ -168,7 +180,7 @@ def train_step(engine: Any, kind: Kind, number: int) -> float:
         engine.backward(loss * float("inf") if number in kind.bad_steps else loss)
         engine.client_state = {"next": number + 1}
         engine.step()
-    return float(loss)
+    return loss.item()
 
 
 def _write(model: Net) -> None:

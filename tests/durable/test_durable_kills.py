@@ -44,7 +44,7 @@ def test_a_killed_run_ends_as_one_that_was_never_killed(tmp_path: Path) -> None:
     ends = [json.loads(line) for line in done.stdout.splitlines()]
     assert [end["seed"] for end in ends] == [case.seed for case in cases]
     for end in ends:
-        assert not end["wrong"], f"seed {end['seed']}, {end['kind']}: {end['kills']}\n" + "\n".join(
+        assert not end["wrong"], f"seed {end['seed']}, {end['kind']}: {end['lives']}\n" + "\n".join(
             end["wrong"]
         )
     num_killed = sum(end["num_killed"] for end in ends)

@@ -1,0 +1,177 @@
+"""What scripts do in a durable run: interrupts, errors, checkpoints, evaluation. The last commit is exact."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadzero import AioError, CheckpointError, ConfigError, NonFiniteError, StateError
+from offloadzero.core.fail_points import Point
+from tests.durable.runs import KINDS, Kind, digest, make, train_step
+from tests.support.faults import fails, observes
+
+NVME = KINDS["nvme"]
+
+
+def ran(directory: Path, kind: Kind = NVME, *, num_steps: int = 2) -> Any:
+    """An engine that has taken the first steps of a run, or goes on with one."""
+    engine = make(kind, directory)
+    first = 0 if (state := engine.resume()) is None else state["next"]
+    take_steps(engine, kind, range(first, num_steps))
+    return engine
+
+
+def take_steps(engine: Any, kind: Kind, numbers: Iterable[int]) -> None:
+    """Take these steps."""
+    for number in numbers:
+        train_step(engine, kind, number)
+
+
+def found_again(directory: Path, kind: Kind = NVME) -> tuple[int, str]:
+    """The steps and the digest of the run as a new engine finds it."""
+    engine = make(kind, directory)
+    assert engine.resume() is not None
+    found = engine.global_steps, digest(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nvme", "no clipping", "host"])
+def test_an_interrupt_anywhere_leaves_a_run_to_go_on_with(kind: str, tmp_path: Path) -> None:
+    """In another place in each round: the run goes on in the process, and then in the next one."""
+    points: list[Point] = ["step.step", "update.compute", "lane.launch", "update.stage", "landing.measure"]
+    engine = ran(tmp_path, KINDS[kind])
+    for point in points:
+        with pytest.raises(KeyboardInterrupt):
+            take_interrupted(engine, KINDS[kind], point)
+        drop(engine)
+        for _ in range(2):
+            train_step(engine, KINDS[kind], engine.global_steps)
+        expected = engine.global_steps, digest(engine)
+        engine.close()
+        assert found_again(tmp_path, KINDS[kind]) == expected, point
+        engine = ran(tmp_path, KINDS[kind])
+    engine.close()
+
+
+def drop(engine: Any) -> None:
+    """Begin a step anew, or close one of which a backward has updated weights already."""
+    try:
+        engine.zero_grad()
+    except StateError:
+        engine.step()
+
+
+def take_interrupted(engine: Any, kind: Kind, point: Point) -> None:
+    """Take steps, with one SIGINT when the point is met; a kind that does not meet it has it after three steps."""
+    numbers = itertools.count()
+    with observes(point, before=lambda _: next(numbers) or os.kill(os.getpid(), signal.SIGINT)):
+        for number in range(3):
+            train_step(engine, kind, engine.global_steps + number)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["nvme", "no clipping"])
+def test_a_step_that_is_not_finite_is_dropped_and_the_run_goes_on(kind: str, tmp_path: Path) -> None:
+    engine = ran(tmp_path, KINDS[kind])
+    broken = Kind(top=KINDS[kind].top, bad_steps=(2,))
+    with pytest.raises(NonFiniteError):
+        take_steps(engine, broken, range(2, 4))
+    engine.zero_grad()
+    train_step(engine, KINDS[kind], 3)
+    expected = engine.global_steps, digest(engine)
+    engine.close()
+    assert found_again(tmp_path, KINDS[kind]) == expected
+
+
+@pytest.mark.parametrize("point", ["nvme.sync", "checkpoint.write"])
+def test_a_commit_that_fails_stops_the_run_and_the_one_before_is_whole(point: Point, tmp_path: Path) -> None:
+    engine = ran(tmp_path, num_steps=3)
+    expected = engine.global_steps, digest(engine)
+    train_step(engine, NVME, 3)  # when it returns the commit of the step before is made
+    engine.close()
+    expected_next = found_again(tmp_path)
+    engine = ran(tmp_path)
+    error = OSError(errno.EIO, "Input/output error")
+    with fails(point, error), pytest.raises((AioError, CheckpointError), match="Input/output error"):
+        take_steps(engine, NVME, range(4, 8))
+    # What the drive has taken since is not known: the process may not make another commit.
+    with pytest.raises((AioError, CheckpointError), match="Input/output error"):
+        train_step(engine, NVME, 8)
+    engine.close()
+    assert found_again(tmp_path) == expected_next
+    assert expected[0] == 3
+
+
+def test_steps_are_those_of_the_engine(tmp_path: Path) -> None:
+    engine = ran(tmp_path)
+    loss = engine(torch.zeros(2, 5, dtype=torch.int64), uses_rare=False)
+    engine.backward(loss)
+    with pytest.raises(StateError, match=r"takes its steps by engine\.step\(\), which commits them"):
+        engine.optimizer.step()
+    engine.close()
+
+
+def test_a_state_that_cannot_be_committed_is_refused_before_the_step(tmp_path: Path) -> None:
+    engine = ran(tmp_path)
+    before = digest(engine)
+    engine.backward(engine(torch.zeros(2, 5, dtype=torch.int64), uses_rare=False))
+    engine.client_state = {"next": object()}
+    with pytest.raises(ConfigError, match=r"client_state\['next'\]"):
+        engine.step()
+    engine.zero_grad()
+    assert engine.global_steps == 2
+    engine.close()
+    assert before
+
+
+def test_checkpoints_go_their_own_way(tmp_path: Path) -> None:
+    """One that is loaded takes the run back, by one step or by more; the run goes on from there."""
+    saved = tmp_path / "saved"
+    engine = ran(tmp_path)
+    for number in range(2, 6):
+        engine.save_checkpoint(saved, tag=f"t{number}")
+        train_step(engine, NVME, number)
+    for tag, step in (("t5", 5), ("t3", 3)):
+        engine.load_checkpoint(saved, tag=tag)
+        assert engine.global_steps == step
+        train_step(engine, NVME, step)
+        expected = engine.global_steps, digest(engine)
+        engine.close()
+        assert found_again(tmp_path) == expected
+        engine = ran(tmp_path)
+    # Without a step the run is where it was.
+    engine.load_checkpoint(saved, tag="t2")
+    engine.close()
+    assert found_again(tmp_path) == expected
+
+
+def test_evaluation_between_steps_changes_nothing_of_a_commit(tmp_path: Path) -> None:
+    engine = ran(tmp_path, num_steps=3)
+    expected = engine.global_steps, digest(engine)
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.zeros(2, 5, dtype=torch.int64), uses_rare=True)
+    engine.close()
+    assert found_again(tmp_path) == expected
+
+
+def test_resume_comes_once_and_first(tmp_path: Path) -> None:
+    engine = ran(tmp_path)
+    engine.close()
+    engine = ran(tmp_path)
+    with pytest.raises(StateError, match=r"resume\(\): once, and before the first step"):
+        engine.resume()
+    engine.close()
+    plain = make(NVME, tmp_path / "plain", durable=False)
+    with pytest.raises(ConfigError, match=r"offloadzero\.durable = False"):
+        plain.resume()
+    plain.close()
