@@ -28,6 +28,8 @@ from offloadzero.update.kept_elements import kept_parts, kept_place
 from offloadzero.update.records import Record, segment_slice
 from offloadzero.update.spec import StateCodes
 
+_COPIED_BYTES = 16 << 20  # at a time, on the grid of direct I/O
+
 
 class Changes(Protocol):
     """What the units on the device know of changes of their homes; `index` is a record's."""
@@ -142,10 +144,16 @@ class HomeAccess:
         for kind in record.layout:
             segment = record.segments[kind]
             if segment.has_versions:
-                values = torch.empty(segment.num_elements, dtype=segment.dtype, device="cpu")
-                self._store.read(segment, values).wait()
-                self._store.write(segment.next_version(), values).wait()
+                self._copy_to_next(segment)
         record.flip()
+
+    def _copy_to_next(self, segment: Segment) -> None:
+        size = _COPIED_BYTES // segment.dtype.itemsize
+        for start in range(0, segment.num_elements, size):
+            num_elements = min(size, segment.num_elements - start)
+            values = torch.empty(num_elements, dtype=segment.dtype, device="cpu")
+            self._store.read(segment, values, start=start).wait()
+            self._store.write(segment.next_version(), values, start=start).wait()
 
     def read_step(self, record: Record, slot: ParamSlot) -> int:
         """The number of updates that the parameter's states have seen, as soon as the last one has counted."""

@@ -11,6 +11,7 @@ An error is raised by the next call that saves or loads, and by close(); trainin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from pathlib import Path
 from offloadzero.checkpoint.states import States
 from offloadzero.engine.runtime import Runtime
 from offloadzero.memory.lanes import Lane
-from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+
+log = logging.getLogger("offloadzero.checkpoint")
 
 
 class BackgroundSave:
@@ -56,27 +59,33 @@ class BackgroundSave:
                 finish()
             except BaseException as error:
                 self._error = error
+                log.error("the checkpoint that was written in the background is not there: %s", error)
             finally:
-                self.release(pinned)
+                self.release(pinned).wait()
 
         self._written = self._lane.submit(write, label="checkpoint")
 
-    def release(self, pinned: States) -> None:
-        """Give up what was pinned, unless the last commit of a durable run needs it."""
+    def release(self, pinned: States) -> Ticket:
+        """Give up what was pinned, unless the last commit of a durable run needs it. The ticket says when that is."""
         if self._runtime.durable is not None:
-            return
+            return FINISHED
         indices = {record.index for record in pinned.records}
+        released = Promise()
 
         def unpin() -> None:
             for record in self._runtime.records:
                 if record.index in indices:
                     record.unpin()
+            released.fulfil()
 
         self._runtime.parts.pipeline.submit(unpin)
+        return released
 
     def finish(self) -> None:
         """Block until the checkpoint is written. Raises what has kept it from that, once."""
-        with self._runtime.clock.waiting("checkpoint"):
+        if self._written.done() and self._error is None:
+            return
+        with self._runtime.clock.waiting("checkpoint"), self._runtime.failures.handed_over():
             self._written.wait()
         error, self._error = self._error, None
         if error is not None:

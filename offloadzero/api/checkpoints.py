@@ -18,7 +18,7 @@ from offloadzero.api.background_save import BackgroundSave
 from offloadzero.api.optimizer import OffloadedOptimizer
 from offloadzero.checkpoint.commits import random_states, set_random_states
 from offloadzero.checkpoint.format.json_file import encode_plain
-from offloadzero.checkpoint.format.meta import LossScaleState, Meta, PartOfModel, client_dict
+from offloadzero.checkpoint.format.meta import LossScaleState, Meta, PartOfModel, client_dict, encode_meta
 from offloadzero.checkpoint.format.names import directory_of, tag_text
 from offloadzero.checkpoint.latest import (
     Found,
@@ -39,7 +39,6 @@ from offloadzero.checkpoint.loading import (
 )
 from offloadzero.checkpoint.states import States, begin_save, save_weights
 from offloadzero.core import interrupts
-from offloadzero.engine.durable import DurableRun
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import CheckpointError, ConfigError, StateError
@@ -115,8 +114,6 @@ class EngineCheckpoints:
         """Write a checkpoint as `Engine.save_checkpoint` says, and raise its errors."""
         self.expect_savable("save_checkpoint")
         self.background.finish()
-        if self._runtime.durable is not None:
-            self._commit(self._runtime.durable)
         whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
         if partial_step is not None:
@@ -125,6 +122,8 @@ class EngineCheckpoints:
         name = f"global_step{self._coordinator.global_steps}" if tag is None else tag_text(tag)
 
         pinned = None if wait else self.background.pin(self._states())
+        if pinned is not None:
+            meta = copy.deepcopy(meta)  # the script goes on with what it is made of
 
         def save(part: PartOfModel | None) -> None:
             try:
@@ -233,25 +232,22 @@ class EngineCheckpoints:
             run.is_committing = False
 
     def commit(self, client_state: Mapping[str, Any], lr_scheduler: Any) -> None:
-        """Begin to commit the step that was taken last, if the run is durable."""
+        """Begin to commit the step that was taken last, if the run is durable. All ranks make the same commits."""
         run = self._runtime.durable
         if run is None or self._coordinator.global_steps % self._runtime.config.durable:
+            return
+        if self.background.is_running:
             return
         with self._runtime.clock.waiting("commit"), self._runtime.failures.handed_over():
             run.wait_complete()
         # What the script may change meanwhile is taken now.
         meta = copy.deepcopy(self._meta(client_state, None, lr_scheduler))
-        self._uncommitted = meta, random_states(self._runtime.accelerator.asynchronous)
-        if not self.background.is_running:
-            self._commit(run)
-
-    def _commit(self, run: DurableRun) -> None:
-        """Begin to commit the last step, unless it is committed."""
-        if self._uncommitted is None:
+        if self._runtime.failures.stop is not None:  # known now: some unit was not updated
             return
-        (meta, random), self._uncommitted = self._uncommitted, None
+        encode_meta(meta)
         changes, records = self._runtime.changes, self._runtime.records
-        run.commit(meta, random, [changes.update_ticket(record.index) for record in records])
+        updates = [changes.update_ticket(record.index) for record in records]
+        run.commit(meta, random_states(self._runtime.accelerator.asynchronous), updates)
 
     def resume(self, lr_scheduler: Any) -> dict[str, Any] | None:
         """Go on with the run that was found, as `Engine.resume` says."""
@@ -262,8 +258,10 @@ class EngineCheckpoints:
         found = run.found
         if found is None:
             return None
-        if self._has_resumed or self._coordinator.global_steps:
-            raise StateError("engine.resume(): once, and before the first step")
+        written = [s.name for r in self._runtime.records for s in r.trainable_slots if s.num_writes.total()]
+        if self._has_resumed or self._coordinator.global_steps or written:
+            of_values = f" and before weights are written: {', '.join(written[:3])}" if written else ""
+            raise StateError(f"engine.resume(): once, before the first step{of_values}")
         with self._runtime.group.together("resume()"):
             groups = fit_param_groups(self._param_groups, found)
             try_schedule(lr_scheduler, found, skip="a durable run goes on with the schedule that it had")
@@ -358,7 +356,6 @@ class EngineCheckpoints:
     def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:
         """Take over a checkpoint that `find` has found. Gradients of a step that was begun are dropped before."""
         meta = found.meta
-        self._uncommitted = None
         with self._loading(found.path), self._runtime.group.together("load_checkpoint()"):
             found.plan.apply()
             if found.with_counters:

@@ -19,7 +19,7 @@ from offloadzero.api.deepspeed import engine_names as deepspeed_names
 from offloadzero.api.deepspeed.missing_names import ENGINE_NAMES, no_attribute
 from offloadzero.api.optimizer import OffloadedOptimizer
 from offloadzero.core import launch
-from offloadzero.core.interrupts import uninterrupted
+from offloadzero.core.interrupts import uninterrupted, uninterrupted_throughout
 from offloadzero.core.segments import TierName
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
@@ -141,11 +141,15 @@ class Engine:
             optimizer.step()
         self._accumulation.take()
         self._schedule_due = None if self.lr_scheduler is None else dict(lr_kwargs or {})
-        self._advance_schedule()
-        self._checkpoints.commit(self.client_state, self.lr_scheduler)
+        (self._advance_schedule if self._runtime.durable is None else self._commit_step)()
         every = self._runtime.config.steps_per_print
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
+
+    @uninterrupted_throughout  # the other ranks wait for the commit
+    def _commit_step(self) -> None:
+        self._advance_schedule()
+        self._checkpoints.commit(self.client_state, self.lr_scheduler)
 
     _schedule_due: dict[str, Any] | None = None  # what the schedule's own step() is given for the last step
 
@@ -415,8 +419,10 @@ class Engine:
 
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
-        self._runtime.close()
-        self._checkpoints.background.finish()
+        try:
+            self._runtime.close()
+        finally:
+            self._checkpoints.background.finish()
 
     destroy = close  # DeepSpeed's name
 
@@ -438,16 +444,13 @@ class Engine:
     def resume(self) -> dict[str, Any] | None:
         """Go on with a durable run (`"offloadzero": {"durable": true}`) from its last step, or begin one.
 
-        Weights and states are those after the step that was committed last, one before the end at most. With them come
-        the counters (`global_steps`), the schedule, and the states of Python's, numpy's and torch's random generators.
-
-        Returns:
-            `client_state` as it was at that step; None: there was no run in the directories of nvme_path.
+        Weights, states, counters, schedule and random states are those after the step that was committed last. Returns
+        `client_state` as it was then; None: there was no run in the directories of nvme_path.
 
         Raises:
             ConfigError: the run is not durable.
             CheckpointError: param groups or schedule are others than the run's. Nothing has changed then.
-            StateError: steps were taken before.
+            StateError: steps were taken, or weights written, before.
         """
         return self._checkpoints.resume(self.lr_scheduler)
 

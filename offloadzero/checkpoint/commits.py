@@ -109,7 +109,8 @@ class RunDirectory:
             memory: the tensors in memory, flat and in pieces.
         """
         path = self.path / f"commit-{number}"
-        with named(self.path, meta.global_steps), new_folder(path) as folder, HashingPool() as pool:
+        not_made = f"step {meta.global_steps} is not committed, the last commit is as it was"
+        with named(self.path, not_made), new_folder(path) as folder, HashingPool() as pool:
             files = CheckpointFiles(folder, pool)
             with files.tensors(MEMORY, [spec for spec, _ in memory]) as writer:
                 for _, pieces in memory:
@@ -128,7 +129,7 @@ class RunDirectory:
 
 
 @contextmanager
-def named(path: Path, step: int) -> Iterator[None]:
+def named(path: Path, what_is_there: str = "the run that lies here is as it was") -> Iterator[None]:
     """Turn an error of the system into a CheckpointError with path, reason and what is there now."""
     try:
         yield
@@ -136,8 +137,7 @@ def named(path: Path, step: int) -> Iterator[None]:
         if isinstance(error, OffloadError):
             raise
         raise CheckpointError(
-            f"{error.filename or path}: {error.strerror or error}: step {step} is not committed, the last commit is as "
-            "it was"
+            f"{error.filename or path}: {error.strerror or error}: {what_is_there}"
         ) from error
 
 

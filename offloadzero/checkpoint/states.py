@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -128,11 +127,6 @@ def _expect_clear_names(states: States, *, exclude_frozen: bool) -> None:
                     f"{stored} is a parameter, and by its name a state of {slot.name}: a checkpoint cannot have both. "
                     "Rename one of the two parameters"
                 )
-
-
-def save_states(states: States, directory: Path, **how: Any) -> Path:
-    """Write a checkpoint as `begin_save` says, from its begin to its end."""
-    return begin_save(states, directory, **how)()
 
 
 def begin_save(

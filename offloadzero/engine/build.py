@@ -256,6 +256,7 @@ def open_store(
 def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredStore) -> None:
     """Make the homes of all records, which hold zeros."""
     for record in records:
+        record.is_tried = record.index in plan.versioned
         for kind, (dtype, num_elements) in record.layout.items():
             tier = plan.placement[record.index, kind]
             parts = param_parts(record) if kind is SegmentKind.PARAM and tier.is_file else []

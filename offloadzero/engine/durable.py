@@ -67,9 +67,9 @@ class OpenRun:
         """Make the run when the homes are made, and spare those of the commit. Raises CheckpointError."""
         if self.directory is None:
             return None
-        with self.group.together(_START):
+        with self.group.together(_START), named(self.directory.path):
             run = DurableRun(model, records, store, self.directory, group=self.group, found=self.found)
-        run.spare_committed()
+            run.spare_committed()
         return run
 
 
@@ -86,7 +86,7 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
         create_nvme_directories(config.nvme_paths)
         path = config.nvme_paths[0] / run_name(group.spec.rank)
         directory = resources.make(lambda: RunDirectory(path))
-    told = [*directory.numbers()[:_NUM_TOLD], *[0] * _NUM_TOLD][:_NUM_TOLD]
+        told = [*directory.numbers()[:_NUM_TOLD], *[0] * _NUM_TOLD][:_NUM_TOLD]
     by_rank = group.control.by_rank(told, "the commits that ranks have")
     of_all = set.intersection(*map(set, by_rank)) - {0}
     if not of_all and any(map(any, by_rank)):
@@ -99,7 +99,8 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
             raise CheckpointError(
                 f"{path}: the ranks have no commit in common; by rank they have {by_rank} (0: none)"
             )
-        directory.keep_only(0)
+        with named(path):
+            directory.keep_only(0)
     with group.together(_START):
         found = directory.read(max(of_all)) if of_all else None
         if found is not None and found.file_bytes and len(found.file_bytes) != len(config.nvme_paths):
@@ -107,6 +108,9 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
                 f"{found.path}: its run has files in {len(found.file_bytes)} directories, and nvme_path names "
                 f"{len(config.nvme_paths)}"
             )
+    steps = group.control.by_rank([-1 if found is None else found.meta.global_steps], "the steps of commits")
+    if len(set(map(tuple, steps))) > 1:
+        raise CheckpointError(f"{path}: the ranks' commits are of different steps: {steps}")
     return OpenRun(config if found is None else _with_homes_of(config, found), group, directory, found)
 
 
@@ -267,7 +271,7 @@ class DurableRun:
         self._directory.write(number, meta, described, memory=memory, sync=self._sync)
         there = torch.ones(1, dtype=torch.uint8, device="cpu")
         self._group.commits.all_reduce(there, f"the commit of step {meta.global_steps}")
-        with named(self._directory.path, meta.global_steps):
+        with named(self._directory.path, f"step {meta.global_steps} may not be committed"):
             for file in self._files:
                 file.note_commit(number)
             self._directory.keep_only(number)

@@ -126,7 +126,8 @@ class SwapFile:
         self.file_id = file_id.hex()
         self._is_kept = kept is not None
         self.descriptor = -1
-        _open_files.add(self)
+        if self._is_kept:
+            _open_files.add(self)
         try:
             self.path = self.path.absolute()  # removed later, perhaps from another directory
             if kept is None:

@@ -174,7 +174,7 @@ class StepCoordinator:
         records = [gradient.record for gradient in self._gradients.values()]
         # The records whose states are read first by an update.
         self._staged_records = {record.index: record for record in records if needs_slot(record)}
-        self._tries = any(record.has_versions for record in records)
+        self._tries = any(record.is_tried for record in records)
         self._trial_scale: float | None = None  # the factor of updates that the running backward tries
 
     # --- backward ---
@@ -419,7 +419,7 @@ class StepCoordinator:
 
     def _trial(self, gradient: RecordGradient) -> Trial | None:
         """Return the update to try when the gradient has landed: [Note: versions] in update/pipeline.py."""
-        if self._trial_scale is None or not gradient.record.has_versions:
+        if self._trial_scale is None or not gradient.record.is_tried:
             return None
         before, count = self._changes.update_ticket(gradient.record.index), self._decider.trial_count
         return Trial(gradient, self._account, before=before, grad_scale=self._trial_scale, count=count)

@@ -172,7 +172,9 @@ class UpdateJob(RecordUpdate):
         trial = self.gradient.trial
         if trial is not None and trial.has_done(self):
             self.adopted = trial.ticket
-        end_trial(self.gradient)
+        ended = end_trial(self.gradient)
+        if self.record.makes_next_version:  # which is where the trial has written
+            self.before = AllOf([self.before, ended])
 
     def release_gradient(self) -> None:
         """Give back the gradient's memory: it has been read, or will not be."""

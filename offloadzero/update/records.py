@@ -135,6 +135,7 @@ class Record:
     edits: Edits = field(default_factory=Edits)
     commits: Commits = field(default_factory=Commits)  # the run's
     committed: Committed = Committed.NONE  # of the two places that its segments may have
+    is_tried: bool = False  # its updates are tried in backward: [Note: versions] in update/pipeline.py
 
     @property
     def unit_name(self) -> str:

@@ -302,7 +302,7 @@ def interrupt_a_save(rank: int, directory: str) -> dict[str, list[str]]:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    save_states, read = engine_checkpoints.save_states, TieredStore.read
+    begin_save, read = engine_checkpoints.begin_save, TieredStore.read
 
     def interrupt_between_two_collectives(*given: Any, **options: Any) -> Any:
         if sys._getframe(1).f_code is HomeAccess.gather.__code__:
@@ -313,7 +313,7 @@ def interrupt_a_save(rank: int, directory: str) -> dict[str, list[str]]:
     for name in ("writing", "reading", "waiting"):
         engine, here = start(rank, directory), Path(directory) / name
         if rank == 0 and name == "writing":
-            engine_checkpoints.save_states = interrupt
+            engine_checkpoints.begin_save = interrupt
         elif rank == 0 and name == "reading":
             TieredStore.read = interrupt_between_two_collectives  # type: ignore[method-assign,assignment]
         elif rank == 0:
@@ -324,7 +324,7 @@ def interrupt_a_save(rank: int, directory: str) -> dict[str, list[str]]:
         try:
             said = [said_of(lambda: engine.save_checkpoint(directory))]  # noqa: B023
         finally:
-            engine_checkpoints.save_states, TieredStore.read = save_states, read  # type: ignore[method-assign]
+            engine_checkpoints.begin_save, TieredStore.read = begin_save, read  # type: ignore[method-assign]
         if rank == 0:
             here.touch()
         said.append(said_of(lambda: train(engine, rank, 2, num_steps=1)))  # noqa: B023
