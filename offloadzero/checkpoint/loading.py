@@ -37,6 +37,10 @@ from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.checkpoint")
 
+WITHOUT_FROZEN = (
+    ". They are frozen, and exclude_frozen_parameters=True leaves those out of a checkpoint: load_module_strict=False "
+    "loads the others, and they stay as the model has them"
+)
 WEIGHTS_ALONE = ". It has weights alone: pass load_module_only=True to begin with them"
 
 
@@ -94,10 +98,13 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     missing, foreign = _differences(checkpoint, slots, buffers, with_states=with_states)
     missing += sorted(modules.keys() - checkpoint.meta.extra_states.keys())
     foreign += sorted(checkpoint.meta.extra_states.keys() - modules.keys())
+    frozen = {slot.name for _, slot in slots if not slot.trainable}
     if strict and (missing or foreign):
+        is_frozen_part = not foreign and frozen >= set(missing)
         raise CheckpointError(
             f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
             f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
+            + (WITHOUT_FROZEN if is_frozen_part else "")
             + ("" if checkpoint.meta.steps or not with_states else WEIGHTS_ALONE)
         )
     if missing:

@@ -201,6 +201,10 @@ def test_a_parameter_with_the_name_of_another_optimizer_s_state_comes_back(
     saved, loaded = engines
     # Without the frozen parameter its states are nobody's names.
     saved.save_checkpoint(tmp_path / "saved", tag="a", exclude_frozen_parameters=True)
+    with pytest.raises(
+        CheckpointError, match=r"They are frozen, .*load_module_strict=False loads the others"
+    ):
+        loaded.load_checkpoint(tmp_path / "saved", tag="a")
     loaded.load_checkpoint(tmp_path / "saved", tag="a", load_module_strict=False)
     assert whole_state(loaded)["steps"] == whole_state(saved)["steps"]
     assert all(torch.equal(all_states(loaded)[key], value) for key, value in all_states(saved).items())
