@@ -21,7 +21,7 @@ PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
         "DeepSpeedOptimizer": "OffloadedOptimizer is the class of engine.optimizer",
         "DeepSpeedTransformerConfig": _NOT_BUILT,
         "DeepSpeedTransformerLayer": _NOT_BUILT,
-        "HfDeepSpeedConfig": "load_config() reads the JSON",
+        "HfDeepSpeedConfig": "load the model in `with offloadzero.zero.Init(config_dict_or_path=...)`",
         "InferenceEngine": "initialize() without an optimizer gives an engine that evaluates",
         "OnDevice": "zero.Init builds a model that does not fit in memory",
         "PipelineEngine": "pipeline parallelism is not built",
