@@ -40,7 +40,7 @@ def config_source(args: Any, config: ConfigSource | None, config_params: ConfigS
 
 
 def size_of_micro_batch(batch: BatchConfig) -> int | str | None:
-    """Return the samples of a micro batch; "auto" where the configuration leaves it at that, None where it is silent."""
+    """Return the samples of a micro batch; "auto" where the configuration says so, None where it says nothing."""
     return AUTO if MICRO_BATCH in batch.unresolved else batch.micro_batch_size
 
 
