@@ -393,8 +393,7 @@ class Engine:
     def collectives(self) -> dict[str, CollectiveCount]:
         """Calls and bytes over the ranks since the start, by purpose and kind: "gradients reduce-scatter".
 
-        Empty with one process. Bytes are those of the whole tensors: [Note: bytes of a collective] in
-        offloadzero/observe/collectives.py.
+        Empty with one process. Bytes are those of the whole tensors, each once.
         """
         return self._runtime.group.collectives()
 
@@ -473,9 +472,8 @@ class Engine:
     ) -> tuple[str | None, dict[str, Any]]:
         """Take over a checkpoint, whatever the placement or dtype it was written from.
 
-        All of it is checked before the first weight, state or counter changes: [Note: what is checked at load] in
-        offloadzero/checkpoint/verify.py. Gradients of a step that was begun are dropped. Counters come with all but
-        `load_module_only`, as in DeepSpeed.
+        All of it is checked before the first weight, state or counter changes. Gradients of a step that was begun are
+        dropped. Counters come with all but `load_module_only`, as in DeepSpeed.
 
         Returns:
             (its path, client_state); (None, {}) only when `load_dir` has no checkpoint and no `tag` is given.

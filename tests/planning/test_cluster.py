@@ -314,7 +314,7 @@ def test_what_it_says_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*arguments, "--tokens", "1m"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "One of 16 ranks, 8 on each of 2 machines: H200",
+        "One of 16 ranks, 8 on each of 2 machines: H200; zero_optimization.stage is 3",
         "tokens/s of 16 ranks, ",
         "TFLOPS on each device",
         "longest lane",

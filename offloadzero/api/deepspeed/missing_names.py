@@ -33,10 +33,10 @@ PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
         "init_inference": "initialize() without an optimizer gives an engine that evaluates",
         "log_dist": _LOGGING,
         "logger": _LOGGING,
-        "module_inject": "tensor parallelism is not built",
+        "module_inject": "divide the model yourself, and pass initialize(mpu=...)",
         "moe": "expert parallelism is not built",
         "pipe": "pipeline parallelism is not built",
-        "tp_model_init": "tensor parallelism is not built",
+        "tp_model_init": "divide the model yourself, and pass initialize(mpu=...)",
         "utils": "offloadzero.zero has safe_get, safe_set and set_z3_leaf_modules, logging is Python's",
         "version": "__version__ is here",
     }

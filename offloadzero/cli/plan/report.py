@@ -121,7 +121,7 @@ class Report:
         planned, beside = answer.planned, answer.beside
         yield self.head_line()
         if self.num_ranks > 1:
-            yield self.rank_line()
+            yield f"{self.rank_line()}; zero_optimization.stage is {planned.config.zero_stage}"
         yield from ("", planned.plan.table(), "", "Beside the plan:")
         of_trace = "not counted" if answer.trace is None else format_bytes(answer.trace.peak_bytes)
         yield f"    {'activations':<28}{of_trace:>12}"
