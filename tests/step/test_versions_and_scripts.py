@@ -291,7 +291,7 @@ def test_states_that_were_read_ahead_are_of_the_place_before(tmp_path: Path) -> 
 
     expected, _ = weights_after(versions=False)
     found, counts = weights_after(versions=True)
-    assert counts[ADOPTED] == 1
+    assert counts[ADOPTED] in (1, 2)  # whether that of the last step is over in time, its step decides
     assert torch.equal(found, expected)
 
 
