@@ -397,7 +397,7 @@ def test_numbers_for_booleans(number: float, word: bool) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, r"tensor_parallel\.tp = .*tensor parallelism is not"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, r"tensor_parallel\.tp = .*the model is not divided here"),
         (
             {"weight_quantization": {"a": {"num_bits": 4}}},
             "weight_quantization = .*quantized weights are not",
