@@ -1,8 +1,9 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const redraws = [];
+const shown = new Map();
 
 // --- small tools -------------------------------------------------------------------------------------
 
@@ -58,6 +59,40 @@ function showTip(event, text) {
   tip.style.top = `${y}px`;
 }
 function hideTip() { $("tip").style.display = "none"; }
+addEventListener("pointerdown", hideTip, true);
+addEventListener("scroll", hideTip, true);
+addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+
+// A drawing is a slider whose value is what one of its parts says: `index`, at (x, y) in it.
+function tell(node, index, x, y, text) {
+  const box = node.getBoundingClientRect();
+  node.setAttribute("aria-valuenow", index);
+  node.setAttribute("aria-valuetext", text);
+  showTip({ clientX: box.left + x, clientY: box.top + y }, text);
+}
+// Lets the keys choose among count() parts of a drawing: show(index) tells of one.
+function walk(node, count, show, hide = hideTip) {
+  let index = -1;
+  const attributes = { role: "slider", tabindex: 0, "aria-valuenow": 0, "aria-valuetext": "the arrow keys read it part by part" };
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.addEventListener("keydown", (event) => {
+    const last = count() - 1;
+    const to = { ArrowRight: index + 1, ArrowLeft: index - 1, PageUp: index + 10, PageDown: index - 10, Home: 0, End: last }[event.key];
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    index = Math.min(Math.max(to, 0), last);
+    show(index);
+  });
+  node.addEventListener("blur", hide);
+}
+// Builds what is in #id when `value` is another than before: who reads or has the focus there is not disturbed.
+function fill(id, value, build) {
+  const text = JSON.stringify(value);
+  if (shown.get(id) === text) return;
+  shown.set(id, text);
+  $(id).replaceChildren();
+  build($(id), value);
+}
 function legend(parent, entries, className = "legend") {
   const box = add(parent, "div", undefined, { class: className });
   for (const [text, fill] of entries) {
@@ -75,11 +110,15 @@ function tiles(parent, facts) {
   }
 }
 function table(parent, header, rows) {
-  const body = add(add(parent, "div", undefined, { class: "scroll" }), "table");
+  const name = parent.closest("section").querySelector("h2").textContent;
+  const box = parent.querySelector(".scroll") ?? add(parent, "div", undefined, { class: "scroll", tabindex: 0, role: "region", "aria-label": name });
+  box.replaceChildren();
+  const body = add(box, "table");
   const head = add(body, "tr");
-  for (const name of header) add(head, "th", name);
-  for (const cells of rows) {
+  for (const cell of header) add(head, "th", cell, { scope: "col" });
+  for (const [first, ...cells] of rows) {
     const row = add(body, "tr");
+    add(row, "th", first, { scope: "row" });
     for (const cell of cells) add(row, "td", cell);
   }
 }
@@ -122,7 +161,6 @@ const LANE_COLORS = { h2d: 2, d2h: 1, update: 3, "device update": 3, landing: 5,
 
 function redrawAll() { for (const redraw of redraws) redraw(); }
 function keepDrawn() {
-  redrawAll();
   let pending = 0;
   addEventListener("resize", () => { cancelAnimationFrame(pending); pending = requestAnimationFrame(redrawAll); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);

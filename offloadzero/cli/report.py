@@ -1,4 +1,7 @@
-"""`offloadzero report`: a run directory as one HTML page, [Note: the page] in cli/output.py."""
+"""`offloadzero report`: a run directory as one HTML page, [Note: the page] in cli/output.py.
+
+With --live the page follows the run, [Note: who may ask for the page] in cli/live.py.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import argparse
 import errno
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from offloadzero.cli.live import serve
 from offloadzero.cli.output import check_output, make_page, print_lines, save_text, text_table
 from offloadzero.cli.plan.command import FORMAT as PLAN_FORMAT
 from offloadzero.cli.plan.command import FORMAT_VERSION as PLAN_FORMAT_VERSION
@@ -30,6 +35,7 @@ from offloadzero.observe.monitor import (
     RUN_FILE,
     STEPS_FILE,
     TRACE_FILES,
+    is_written,
 )
 from offloadzero.observe.texts import duration_text, size_text
 from offloadzero.planning.result_file import load_json, parse_json
@@ -53,7 +59,16 @@ def add_parser(commands: Any) -> None:
         '{"run_dir": ...}} names: memory by tier, the lanes of traced steps, loss, waits, step times and bounds.',
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page (default RUN_DIR/report.html)")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("-o", "--output", metavar="FILE", help="the page (default RUN_DIR/report.html)")
+    way.add_argument(
+        "--live",
+        action="store_true",
+        help="serve the page to this machine's browser until Ctrl-C; it follows the run",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="of 127.0.0.1, beside --live (default: any that is free)"
+    )
     parser.add_argument(
         "--plan", metavar="FILE", help="the forecast beside it: a file of `offloadzero plan --json`"
     )
@@ -62,30 +77,67 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     directory = Path(args.run_dir)
+    planned = None if args.plan is None else read_planned_step(args.plan)
+    if args.live:
+        data = live_data(directory, planned)
+        print_lines([data["live"]])
+        serve(make_page(PAGE, data), lambda: live_data(directory, planned), port=args.port)
+        return 0
     output = args.output or str(directory / "report.html")
-    description = load_json(
-        "RUN_DIR", str(directory / RUN_FILE), format_name=FORMAT, format_version=FORMAT_VERSION
-    )
-    if not _are_tiers(description.get("tiers", {})):
-        raise ConfigError(
-            "RUN_DIR", args.run_dir, f"{RUN_FILE} is damaged: tiers are lists of what and num_bytes"
-        )
+    description = read_description(directory)
     check_output("--output", output)
-    compared = compared_with(directory, args.plan)
-    data = page_data(directory, description, compared)
+    steps = read_steps(directory / STEPS_FILE)
+    if planned is not None:
+        expect_enough(planned, steps.records)
+    compared = compared_with(directory, planned, steps.records)
+    data = page_data(directory, description, steps, compared)
     save_text(output, make_page(PAGE, data))
     lines = [] if compared is None else compared_lines(compared)
     print_lines([data["summary"], *lines, f"written to {output}"])
     return 0
 
 
-def compared_with(directory: Path, plan: str | None) -> Comparison | None:
-    """Compare the run with a plan's file, else with the forecast that it made of itself, once it has steps enough."""
-    records, _ = read_steps(directory / STEPS_FILE)
-    if plan is not None:
-        return compare_run(read_planned_step(plan), records)
-    own = read_own_forecast(directory)
-    return None if own is None or not has_enough(own, records) else compare(own, records)
+def read_description(directory: Path) -> dict[str, Any]:
+    """Read run.json. Raises ConfigError."""
+    path = str(directory / RUN_FILE)
+    found = load_json("RUN_DIR", path, format_name=FORMAT, format_version=FORMAT_VERSION)
+    if not _are_tiers(found.get("tiers", {})):
+        raise ConfigError(
+            "RUN_DIR", str(directory), f"{RUN_FILE} is damaged: tiers are lists of what and num_bytes"
+        )
+    return found
+
+
+def compared_with(
+    directory: Path, planned: PlannedStep | None, records: Sequence[Record]
+) -> Comparison | None:
+    """Compare the run with a plan, else with the forecast that it made of itself, once it has steps enough."""
+    planned = planned or read_own_forecast(directory)
+    return compare(planned, records) if planned is not None and has_enough(planned, records) else None
+
+
+# --- a run that goes on ---
+
+
+def live_data(directory: Path, planned: PlannedStep | None) -> dict[str, Any]:
+    """Return the page's data as the run has written them so far, and under "live" what is known of the run itself."""
+    has_begun, is_running = (directory / RUN_FILE).exists(), is_written(directory)
+    description = read_description(directory) if has_begun else {}
+    steps = read_steps(directory / STEPS_FILE, is_running=is_running is not False)
+    if not has_begun:
+        live = f"The run has not begun: there is no {RUN_FILE} in {directory}."
+    elif is_running is None:
+        live = "Whether the run goes on is not known: its file system has no locks."
+    elif is_running:
+        live = "The run goes on, and this page follows it."
+    else:
+        live = (
+            f"The run was killed while it wrote a line of {STEPS_FILE}."
+            if steps.is_cut
+            else "The run has ended."
+        )
+    compared = compared_with(directory, planned, steps.records)
+    return {**page_data(directory, description, steps, compared), "live": live}
 
 
 def _are_tiers(tiers: object) -> bool:
@@ -99,10 +151,10 @@ def _is_tier_line(line: object) -> bool:
 
 
 def page_data(
-    directory: Path, description: Mapping[str, Any], compared: Comparison | None = None
+    directory: Path, description: Mapping[str, Any], steps: Steps, compared: Comparison | None
 ) -> dict[str, Any]:
     """Return all data that the page shows."""
-    records, num_unreadable = read_steps(directory / STEPS_FILE)
+    records, num_unreadable, _ = steps
     traces, notes = read_traces(directory)
     if num_unreadable:
         notes.append(f"Lines of {STEPS_FILE} that cannot be read (a run that was killed?): {num_unreadable}.")
@@ -128,15 +180,25 @@ def page_data(
 # --- reading ---
 
 
-def read_steps(path: Path) -> tuple[list[Record], int]:
-    """Return the records in order of their steps, and the number of lines that are none.
+class Steps(NamedTuple):
+    """What the file of the steps holds."""
+
+    records: list[Record]  # in order of their steps
+    num_unreadable: int  # lines that are no records
+    is_cut: bool  # whether the last line has no end
+
+
+def read_steps(path: Path, *, is_running: bool = False) -> Steps:
+    """Read the records. While the run goes on a last line without an end is one that is being written: left out.
 
     A run that goes on from an earlier step, as after a crash, replaces the records from there on.
     """
     records: list[Record] = []
     num_unreadable = 0
-    lines = _text(path).splitlines() if path.exists() else []
-    for line in lines:
+    text = _text(path) if path.exists() else ""
+    lines = text.splitlines()
+    is_cut = bool(text) and not text.endswith("\n")
+    for line in lines[:-1] if is_cut and is_running else lines:
         record = _step_record(line)
         if record is None:
             num_unreadable += 1
@@ -144,7 +206,7 @@ def read_steps(path: Path) -> tuple[list[Record], int]:
         while records and records[-1]["step"] >= record["step"]:
             records.pop()
         records.append(record)
-    return records, num_unreadable
+    return Steps(records, num_unreadable, is_cut)
 
 
 def _text(path: Path) -> str:
@@ -181,8 +243,7 @@ def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
     traces, notes = [], []
     for path in directory.glob(TRACE_FILES):
         try:
-            events = parse_json(path.read_text(encoding="utf-8"))["traceEvents"]
-            trace, num_left_out = compact_trace(events)
+            trace, num_left_out = _read_trace(path, path.stat().st_mtime_ns)
         except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             # Any damage shows as one of these errors where a value is used.
             notes.append(f"{path.name} cannot be read.")
@@ -191,6 +252,12 @@ def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
         if num_left_out:
             notes.append(f"{path.name}: the {num_left_out} shortest spans are left out of this page.")
     return sorted(traces, key=lambda trace: trace["step"]), notes
+
+
+@lru_cache(maxsize=64)
+def _read_trace(path: Path, _mtime_ns: int) -> tuple[dict[str, Any], int]:
+    """Read a trace once, as long as its file is the same: a page that follows a run asks often."""
+    return compact_trace(parse_json(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def compact_trace(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
@@ -335,15 +402,14 @@ def series(records: Sequence[Record]) -> dict[str, Any]:
 # --- beside a forecast: that of `offloadzero plan --json`, or the one that the run made of itself ---
 
 
-def compare_run(planned: PlannedStep, records: Sequence[Record]) -> Comparison:
-    """Compare a run with the plan that is named beside it. Raises ConfigError where its steps are too few."""
+def expect_enough(planned: PlannedStep, records: Sequence[Record]) -> None:
+    """Raise ConfigError where a run has too few steps to be compared with the plan that is named beside it."""
     if len(records) < MIN_STEPS:
         raise ConfigError("RUN_DIR", f"{len(records)} steps", f"at least {MIN_STEPS} beside {KEY}")
     if not has_enough(planned, records):
         num_alike = len(compared(planned, records))
         allowed = f"at least {MIN_STEPS - NUM_FIRST} with updates after the first {NUM_FIRST} beside {KEY}"
         raise ConfigError("RUN_DIR", f"{num_alike} of {len(records)} steps", allowed)
-    return compare(planned, records)
 
 
 def has_enough(planned: PlannedStep, records: Sequence[Record]) -> bool:

@@ -8,7 +8,7 @@ device has run the step: [Note: the device's time].
 
 [Note: files of a run]
 run.json       the run: format, device, cores, units, bytes per tier
-steps.jsonl    one JSON object per step; a run that goes on from a checkpoint appends to it
+steps.jsonl    one JSON object per step; a run that goes on from a checkpoint appends to it; locked while a run writes
 forecast.json  the forecast of a step, where the run made one; a run that goes on makes its own anew
 trace_step_N.json   the lanes of one step in the Trace Event Format, for ui.perfetto.dev or chrome://tracing
 
@@ -18,6 +18,8 @@ format wants the events of one track nested.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -234,6 +236,7 @@ class StepMonitor:
         if self._directory is not None:
             last = self._finished.report.step if self._finished is not None else 0
             self._write(self.timeline.take(last)[0])
+            self._directory.close()
             self._directory = None
 
 
@@ -277,11 +280,26 @@ class RunDirectory:
         try:
             self.path = path = path.absolute()  # the process may change its directory
             path.mkdir(parents=True, exist_ok=True)
-            (path / STEPS_FILE).open("a").close()
+            self._descriptor = os.open(path / STEPS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")  # a run before this one was killed while it wrote a line
         except OSError as error:
             raise ConfigError(
                 "offloadzero.observe.run_dir", str(path), f"a directory to write to: {error.strerror}"
             ) from error
+        self._lock()
+
+    def _lock(self) -> None:
+        """Take the lock of `is_written`, of which one that asks or another engine may hold up the first attempt."""
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody can know
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """End the run: `is_written` says so."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked process has the same lock
+        os.close(self._descriptor)
 
     def write_run(self, description: Mapping[str, Any]) -> None:
         """Write the facts that hold for the whole run, of which there is no forecast yet."""
@@ -294,6 +312,7 @@ class RunDirectory:
         (self.path / FORECAST_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
     def write_step(self, record: Mapping[str, Any]) -> None:
+        self._lock()
         with (self.path / STEPS_FILE).open("a", encoding="utf-8") as steps:
             steps.write(json.dumps(record, allow_nan=False) + "\n")
 
@@ -301,6 +320,23 @@ class RunDirectory:
         """Write the lanes of one step that ran from `start_s` to `end_s`."""
         value = trace_events(step, spans, start_s=start_s, end_s=end_s)
         (self.path / trace_file_name(step)).write_text(json.dumps(value), encoding="utf-8")
+
+
+def is_written(directory: Path) -> bool | None:
+    """Whether a run has the directory open: it holds a lock on the file of the steps, and none when it is killed.
+
+    None on a file system that cannot tell.
+    """
+    try:
+        with (directory / STEPS_FILE).open("rb") as steps:
+            fcntl.flock(steps, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
 
 
 def json_number(value: float | None) -> float | None:

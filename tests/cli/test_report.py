@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -139,6 +140,25 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     template = page_template(report.PAGE)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert way not in template  # text reaches the page as text only
+
+
+def luminance(color: str) -> float:
+    """The relative luminance of WCAG 2, of "#rrggbb"."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_can_be_read_on_every_color_that_has_some() -> None:
+    light, _, dark = page_template(report.PAGE).partition("prefers-color-scheme: dark")
+    for style in (light, dark.partition("\n}")[0]):
+        colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", style))
+        pairs = [("on", f"c{i}") for i in range(9)]  # labels of spans and bars
+        pairs += [("on", name) for name in ("wait", "forward", "backward", "other")]
+        pairs += [(name, on) for name in ("text", "quiet", "wait") for on in ("card", "page")]
+        for pair in pairs:
+            dim, bright = sorted(luminance(colors[name]) for name in pair)
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, pair
 
 
 def test_a_run_without_steps_loss_or_trace_says_so(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         engine.close()
     run_dir = Path(config["offloadzero"]["observe"]["run_dir"])
-    records, _ = read_steps(run_dir / STEPS_FILE)
+    records = read_steps(run_dir / STEPS_FILE).records
     print_lines(["", summary(records), "", *text_table(LANE_COLUMNS, lane_rows(records)), ""])
     config_file = args.config or directory / "config.json"
     following = {
