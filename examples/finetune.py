@@ -235,7 +235,9 @@ def examples(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
             if file.is_file():
                 yield encode(file.read_text(errors="replace")) + end_ids, 0
         return
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -267,7 +269,11 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
         engine.train_micro_batch_size_per_gpu() or 1,
         engine.gradient_accumulation_steps(),
     )
-    num_steps = args.steps or -(-len(blocks) * args.epochs // (size * num_micro_batches * engine.world_size))
+    # Of a run that goes on with another batch or number of ranks: it goes on at the block that is next.
+    num_blocks = state.get("num_blocks", 0)
+    of_step = size * num_micro_batches * engine.world_size
+    left = -(-(len(blocks) * args.epochs - num_blocks) // of_step)
+    num_steps = args.steps or engine.global_steps + max(0, left)
     is_first = engine.global_rank == 0
     is_shown = is_first and sys.stderr.isatty()
     bar = tqdm(total=num_steps, initial=engine.global_steps, unit="step", disable=not is_shown)
@@ -276,7 +282,7 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
             set_rate(engine, args.lr, num_steps)
             # Dropout draws the same in a run that was interrupted.
             torch.manual_seed(args.seed + engine.global_steps * engine.world_size + engine.global_rank)
-            position = engine.micro_steps * size * engine.world_size + engine.global_rank * size
+            position = num_blocks + engine.global_rank * size
             firsts = [position + micro * size * engine.world_size for micro in range(num_micro_batches)]
             window = [blocks.batch(first, size, args.seed) for first in firsts]
             num_trained = [blocks.num_trained(batch) for batch in window]
@@ -284,6 +290,7 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
             total = torch.zeros((), device=engine.device)
             for batch, count in zip(window, num_trained, strict=True):
                 total += backward(engine, batch, count / num_of_step)
+            num_blocks += of_step
             mean_loss, num_asked = over_ranks(engine, total, is_asked())
             loss = f"loss {mean_loss:.4f}"
             bar.set_postfix_str(loss, refresh=False)
@@ -292,7 +299,8 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
                 print(f"step {engine.global_steps}/{num_steps}: {loss}", flush=True)
             is_last = engine.global_steps == num_steps
             if is_last or num_asked or engine.global_steps % args.save_every == 0:
-                engine.save_checkpoint(str(checkpoints), tag="last", client_state={"started": started})
+                state = {"started": started, "num_blocks": num_blocks}
+                engine.save_checkpoint(str(checkpoints), tag="last", client_state=state)
             if is_last or (args.eval_every and engine.global_steps % args.eval_every == 0):
                 held_out = evaluate(engine, blocks, size)
                 if is_first:

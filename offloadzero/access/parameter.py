@@ -85,17 +85,29 @@ class _Offloaded(ByValue, nn.Parameter):  # type: ignore[misc]
     def _value(self) -> nn.Parameter:
         return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
 
+    def __copy__(self) -> Tensor:
+        """Return an ordinary parameter, of the class that this one had, with that class's attributes."""
+        made = self._ordinary()
+        vars(made).update(self._attributes())
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return an ordinary parameter, of the class that this one had, with copies of that class's attributes."""
-        original = original_of(type(self))
-        value = super().__deepcopy__(memo)
-        if original is nn.Parameter:
-            return value
-        made: Tensor = make_subclass(original, value.data, self.requires_grad)
-        memo[id(self)] = made
-        own = {name: each for name, each in vars(self).items() if name != ATTRIBUTE}
-        vars(made).update(copy.deepcopy(own, memo))
+        memo[id(self)] = made = self._ordinary()
+        vars(made).update(copy.deepcopy(self._attributes(), memo))
         return made
+
+    def _ordinary(self) -> Tensor:
+        original, value = original_of(type(self)), self._value()
+        made: Tensor = (
+            value if original is nn.Parameter else make_subclass(original, value.data, self.requires_grad)
+        )
+        return made
+
+    def _attributes(self) -> dict[str, Any]:
+        """Those of a class of its own, as torch copies none of a plain parameter."""
+        own = {} if original_of(type(self)) is nn.Parameter else vars(self)
+        return {name: value for name, value in own.items() if name != ATTRIBUTE}
 
     @property
     def data(self) -> Tensor:

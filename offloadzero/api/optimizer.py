@@ -24,6 +24,7 @@ from offloadzero.api.optimizer_checks import (
     expect_rates,
     expect_whole_parameters,
     groups_of,
+    warn_of_others,
 )
 from offloadzero.api.optimizer_loading import plan_optimizer_load
 from offloadzero.api.optimizer_states import StateDict, States, read_states, refuse_states
@@ -111,6 +112,7 @@ def _offload(
         offloaded.runtime.undo()
         raise
     offloaded.runtime.forget_gradients()
+    offloaded.runtime.on_restore.append(warn_of_others(offloaded).remove)
     if settings.world_size > 1:
         # accelerate's prepare(), and with it the Trainer of transformers, would wrap it in DistributedDataParallel.
         model.__dict__[ACCELERATE_MARK] = _Prepared()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from offloadzero.api.overridden_methods import overrides_text
 from offloadzero.config import UNRESOLVED, OffloadConfig
@@ -53,6 +56,34 @@ def check_optimizers(
     for origin in origins:
         _check_optimizer(origin, config)
     return origins
+
+
+def warn_of_others(own: torch.optim.Optimizer) -> RemovableHandle:
+    """Warn once when another optimizer steps parameters of `own`, as a Trainer's without `optimizers=` does.
+
+    It trains them in their own dtype: in bf16 small updates are lost.
+    """
+    of_own = weakref.ref(own)
+    has_warned = False
+
+    def warn(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal has_warned
+        mine = of_own()
+        if has_warned or mine is None or optimizer is mine:
+            return
+        params = {id(param) for group in mine.param_groups for param in group["params"]}
+        if any(id(param) in params for group in optimizer.param_groups for param in group["params"]):
+            has_warned = True
+            log.warning(  # transformers silences warnings of its optimizer's steps
+                "this %s steps parameters of an offloaded model, in their own dtype and with states in ordinary "
+                "memory, and the optimizer that offload() has returned does not: take that one (of a Trainer "
+                "optimizers=(optimizer, None))",
+                type(optimizer).__name__,
+            )
+
+    handle = register_optimizer_step_pre_hook(warn)
+    weakref.finalize(own, handle.remove)
+    return handle
 
 
 def groups_of(origins: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:

@@ -107,8 +107,9 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
             + (WITHOUT_FROZEN if is_frozen_part else "")
             + ("" if checkpoint.meta.steps or not with_states else WEIGHTS_ALONE)
         )
-    if missing:
-        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
+    unexpected = sorted(set(missing).difference(checkpoint.meta.excluded))
+    if unexpected:
+        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(unexpected[:5]))
     taken = [(record, slot) for record, slot in slots if slot.name in checkpoint.weights]
     continued = frozenset(
         slot.name

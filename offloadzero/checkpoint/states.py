@@ -211,7 +211,11 @@ def _write(
         if extra_tensors:
             writer.add_tensors(EXTRA_STATE, extra_tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
-        whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
+        excluded = [
+            slot.name for r in states.records for slot in r.slots if exclude_frozen and not slot.trainable
+        ]
+        steps = _steps(states.records)
+        whole = replace(meta, steps=steps, excluded=excluded, saved_unix_ns=time.time_ns())
         writer.seal(whole)
         if save_latest or os.path.lexists(final / IS_LATEST):
             (partial.path / IS_LATEST).touch()

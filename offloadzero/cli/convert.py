@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if model.left_out:
         print_lines([f"left out: {', '.join(model.left_out)}"])
     if to == CHECKPOINT:
+        if kind == FOLDER:
+            folder.expect_names_of_model(source, model)
         with ProgressBar(stored_model.bytes_of_checkpoint(model)) as bar:
             tag = stored_model.write_checkpoint(model, destination, bar.add)
         what = f'load_checkpoint("{destination}"' + (")" if model.states else ", load_module_only=True)")
@@ -79,6 +81,13 @@ def run(args: argparse.Namespace) -> int:
         adapted = next((name for name in model.weights if name.startswith("base_model.model.")), None)
         if adapted is not None:
             allowed = f"a checkpoint without adapters of PEFT ({adapted}): save_pretrained() of the model writes them"
+            raise ConfigError("SRC", str(source), allowed)
+        if lacking := model.meta.excluded:
+            allowed = (
+                f"a checkpoint with all weights. It was saved with exclude_frozen_parameters=True, without "
+                f"{', '.join(lacking[:3])} ({len(lacking)} in all): load it into the model that has these by "
+                "load_checkpoint(load_module_strict=False), and save_16bit_model() or save_checkpoint() writes all"
+            )
             raise ConfigError("SRC", str(source), allowed)
         dtype = folder.DTYPES.get(args.dtype)
         with ProgressBar(folder.bytes_of_folder(model, dtype)) as bar:

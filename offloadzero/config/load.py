@@ -191,7 +191,14 @@ def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
     """Leave gradients alone unless the configuration says otherwise, as in torch; the script does the rest."""
     why = "offload() trains with the optimizer that it is given"
     clipping = config.gradient_clipping
-    settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping)
+    warnings = config.warnings
+    if (num_steps := config.batch.gradient_accumulation_steps) > 1:
+        warning = (
+            f"{ACCUMULATION_STEPS} = {num_steps} has no effect: with offload() the loop decides after how many "
+            "backward() it calls step(), and what each loss is divided by"
+        )
+        warnings = (*warnings, warning)
+    settled = replace(config, gradient_clipping=0.0 if clipping is None else clipping, warnings=warnings)
     return with_unused_blocks(settled, optimizer=why, scheduler=why)
 
 

@@ -153,6 +153,8 @@ def find_sources(records: Sequence[Record], config: OffloadConfig, group: Group)
     if config.frozen_weights == "copy" or not config.nvme_paths:
         return
     frozen = [(record, slot) for record, slot in may_lie_in_files(records) if not is_offloaded(slot.param)]
+    if not frozen:
+        return
     mapped = MappedFiles()
     for record, slot in frozen:
         source = mapped.find(slot.param.data) if slot.param.dtype == record.dtype else None

@@ -9,14 +9,17 @@ made by the engine's own functions, and equals the plan that the engine makes of
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader
 from offloadzero.config import (
     OffloadConfig,
     settle_for_initialize,
@@ -33,7 +36,7 @@ from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.step.work import Uses
 from offloadzero.planning.update_rules import keeps_gradients, with_kept_gradients
 from offloadzero.ranks.shard import WHOLE, ShardSpec, divides_params, divides_states
-from offloadzero.streaming.building.coded_parameters import attached_bytes
+from offloadzero.streaming.building.coded_parameters import attached_bytes, num_weights
 from offloadzero.streaming.building.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -69,8 +72,8 @@ class PlannedModel:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements, without padding."""
-        return sum(record.num_params for record in self.records)
+        """The number of weights, without padding."""
+        return sum(num_weights(slot.param) for record in self.records for slot in record.slots)
 
     @property
     def in_place_bytes(self) -> int:
@@ -194,10 +197,26 @@ class ModelPlanner:
                 group_specs=[spec.of_group(group) for group in groups],
                 **settings,
             )
-            for record, slot in may_lie_in_files(self._cuts[key].records) if source is not None else ():
-                if config.frozen_weights == "in_place" or slot.param.dtype == record.dtype:
-                    slot.source = source
+            if source is not None:
+                self._note_sources(self._cuts[key].records, source, config)
         return self._cuts[key]
+
+    def _note_sources(self, records: Sequence[Record], source: FileRange, config: OffloadConfig) -> None:
+        """Note of frozen parameters that they lie in the model's files: where these have a tensor of that form.
+
+        Libraries may give a tensor another name, and what they merge while they load (experts, say) has another shape
+        and memory of its own. Raises CheckpointError for a file that is not whole.
+        """
+        held: Counter[tuple[torch.Size, torch.dtype]] = Counter()
+        for path in self._weights:
+            with SafetensorsReader(path) as reader:
+                held.update((entry.shape, entry.dtype) for entry in reader.entries.values())
+        for record, slot in may_lie_in_files(records):
+            form = slot.shape, record.dtype
+            keeps_dtype = config.frozen_weights == "in_place" or slot.param.dtype == record.dtype
+            if keeps_dtype and (held[form] or not self._weights):
+                held[form] -= 1
+                slot.source = source
 
     def _source(self, config: OffloadConfig) -> FileRange | None:
         """Where frozen weights lie that are read in place; None: they are copied."""

@@ -48,7 +48,7 @@ from offloadzero.ranks.group import Group
 from offloadzero.ranks.shard import divides_params
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.step.job import Hypers
-from offloadzero.streaming.building.coded_parameters import attached_bytes, move_attached
+from offloadzero.streaming.building.coded_parameters import attached_bytes, move_attached, num_weights
 from offloadzero.streaming.building.leaf_modules import idle_leaf_modules
 from offloadzero.streaming.building.original_form import OriginalForm, write_states
 from offloadzero.streaming.building.units import UnitCut, checkpointed_modules
@@ -299,7 +299,7 @@ class Runtime:
         return {
             "device": str(self.accelerator.device),
             "num_units": len(self.records),
-            "num_parameters": sum(slot.num_elements for r in self.records for slot in r.slots),
+            "num_parameters": sum(num_weights(slot.param) for r in self.records for slot in r.slots),
             "file_engine": self.store.nvme.description if self.store.nvme is not None else None,
             "tiers": tiers,
         }

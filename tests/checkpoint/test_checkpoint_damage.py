@@ -376,6 +376,7 @@ SEALED: dict[str, tuple[Edit, str]] = {
     "a loss scale of text": (meta(loss_scale={"scale": "1"}), "loss_scale.*not a positive number"),
     "a loss scale of NaN": (meta(loss_scale={"scale": float("nan")}), "not a positive number"),
     "a list of loss scales": (meta(loss_scale=[]), "not an object"),
+    "names that are none": (meta(excluded=[1]), r"excluded = \[1\]: not a text"),
     "no groups": (meta(param_groups=[]), "0 param groups were saved, the optimizer has 1"),
     "groups that are none": (meta(param_groups=[1]), r"param_groups = \[1\]: not an object"),
     "a group with parameters": (

@@ -166,6 +166,23 @@ def test_a_folder_becomes_a_checkpoint_of_weights(llama: Path, tmp_path: Path) -
     engine.close()
 
 
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_a_folder_whose_weights_are_merged_on_load_becomes_no_checkpoint(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It failed only when the checkpoint was loaded."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=101, **sizes)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / "model")
+    assert convert(tmp_path / "model", tmp_path / "out") == USER_ERROR
+    error = capsys.readouterr().err
+    assert f"the names that {kind}ForCausalLM has: model.layers.0.mlp.experts.down_proj (" in error
+    assert ".experts.0." in error
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "model" / "config.json").unlink()  # it may be of any model
+    assert convert(tmp_path / "model", tmp_path / "out") == 0
+
+
 def test_buffers_come_back_through_a_folder_that_does_not_tell_them_from_weights(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -252,6 +269,26 @@ def test_a_write_that_does_not_end_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_without_its_frozen_weights_does_not_become_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """from_pretrained would draw them anew. Loaded into the model they are whole again, without a warning."""
+    engine = small_engine(tmp_path)
+    frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
+    engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+    assert convert(tmp_path / "saved", tmp_path / "out") == USER_ERROR
+    error = capsys.readouterr().err
+    assert f"exclude_frozen_parameters=True, without {frozen[0]} (1 in all)" in error
+    assert not (tmp_path / "out").exists()
+    caplog.clear()
+    engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+    assert not caplog.records
+    engine.save_checkpoint(tmp_path / "whole")
+    engine.close()
+    assert convert(tmp_path / "whole", tmp_path / "out") == 0
+    assert frozen[0] in weights_in(tmp_path / "out")
+
+
 def test_what_is_there_is_left_alone(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("text")
@@ -270,6 +307,29 @@ def test_what_is_there_is_left_alone(saved: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "empty").mkdir()
     assert convert(saved / "saved", tmp_path / "empty") == 0
     assert (tmp_path / "empty" / WEIGHTS).exists()
+
+
+def test_a_destination_in_the_source_leaves_that_whole_and_the_source_itself_is_none(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "saved"
+    shutil.copytree(saved / "saved", source)
+    for inside in ("tuned", "global_step3/tuned"):
+        assert convert(source, source / inside) == 0
+        assert convert(source / inside, source / inside / "start") == 0
+    assert same(weights_in(source / "tuned"), weights_in(source / "global_step3" / "tuned"))
+    assert convert(source, tmp_path / "out") == 0
+    assert same(weights_in(source / "tuned"), weights_in(tmp_path / "out"))
+    before = contents(tmp_path)
+    for same_place in (source, source / "tuned", source / "global_step3"):
+        assert convert(same_place, same_place) == USER_ERROR
+        assert "is there: give a name that is free" in capsys.readouterr().err
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mounted")
+    assert convert(source, tmp_path / "mounted") == USER_ERROR
+    assert "is a mount point, which no folder can replace: name a folder in it" in capsys.readouterr().err
+    (tmp_path / "mounted").rmdir()
+    assert contents(tmp_path) == before
 
 
 KILLED = """

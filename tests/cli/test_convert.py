@@ -6,6 +6,7 @@ import io
 import shutil
 import subprocess
 import sys
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from offloadzero import CheckpointError
 from offloadzero.checkpoint.format.torch_file import Foreign, TorchFile
 from offloadzero.cli import output
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
@@ -108,6 +110,24 @@ def test_objects_of_numpy_in_a_file_are_stood_in_for(tmp_path: Path) -> None:
     values = TorchFile(path).values
     assert isinstance(values["array"], Foreign)
     assert torch.equal(values["weight"], torch.ones(2))
+
+
+def test_what_a_file_fills_is_a_dict_and_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "states.pt"
+    counts = defaultdict(list, {"a": [1, 2], "b": []})
+    torch.save({"counts": counts, "last": deque([1.5, "x"], maxlen=3), "weight": torch.ones(2)}, path)
+    values = TorchFile(path).values
+    assert values["counts"] == {"a": [1, 2], "b": []}
+    assert values["last"] == [1.5, "x"]
+    torch.save({"mine": _Terminals([1])}, path)
+    with pytest.raises(
+        CheckpointError, match=r"Can only append to lists, but got .*test_convert\._Terminals"
+    ):
+        TorchFile(path)
+
+
+class _Terminals(list[int]):
+    """A class of a program's own."""
 
 
 class _Terminal(io.StringIO):

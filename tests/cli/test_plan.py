@@ -21,6 +21,8 @@ from tests.cli.planned import GIB, MACHINE, MIB, SHAPE, PlanJson, PlanText, word
 from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 
+HARDWARE = Path(__file__).parents[2] / "benchmarks" / "hardware"
+
 
 def test_what_it_says(plan_text: PlanText) -> None:
     text = plan_text("--tokens", "1m", "--drive-tbw", "600TB")
@@ -80,6 +82,30 @@ def test_a_drive_without_a_mixed_rate_and_a_missing_rate_are_named_by_their_key(
     unknown = replace(MACHINE, rates=replace(KNOWN, nvme_cpu_s_per_byte=None))
     text = plan_text(placement="nvme", machine=unknown)
     assert "no rate or no count of file engine (rates.nvme_cpu_s_per_byte)." in text
+
+
+def test_memory_of_the_device_that_is_left_is_named_where_it_makes_the_step_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with that budget the step takes as long as was said."""
+    own = {"placement": "auto", "nvme_path": str(tmp_path), "activation_checkpoints": {}}
+    command = ["plan", "--model", "llama:13b", "--hardware", str(HARDWARE / "h100.json"), "--loop", "offload"]
+
+    def said(micro_batch: int = 8, **more: Any) -> str:
+        config = settings(tmp_path, **own, **more)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        given = ["--config", str(tmp_path / "config.json"), "--sequence", "1024"]
+        assert main([*command, *given, "--micro-batch", str(micro_batch)]) == 0
+        return capsys.readouterr().out
+
+    advice = (
+        r'offloadzero\.budgets\.device = "(\d+GiB)" makes it (\S+ s): auto leaves that memory of the device'
+    )
+    found = re.search(advice, said())
+    assert found is not None
+    then = said(budgets={"device": found[1]})
+    assert f"A step takes {found[2]} (forecast;" in then
+    assert "makes it" not in then
 
 
 def test_the_plan_is_printed_before_the_search(

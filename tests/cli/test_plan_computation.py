@@ -13,8 +13,8 @@ from torch import nn
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import computation, measure
+from offloadzero.cli.plan.answer import step_of
 from offloadzero.cli.plan.computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
-from offloadzero.cli.plan.report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, Device, find_device
 from offloadzero.planning import hardware
@@ -167,6 +167,23 @@ def test_a_model_of_a_function_is_measured_whole_as_it_is_made(measured: Measure
     ((model, _, _),) = measured
     assert all(bool(param.isfinite().all()) for param in model.parameters())
     assert len(list(model.parameters())) == len(list(read_model(SHAPE).build().parameters()))
+
+
+def test_adapters_are_measured_beside_codes_and_where_a_model_asks_for_dtypes(
+    measured: Measured, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    coded = transformers.LlamaConfig(vocab_size=101, **sizes).to_dict()
+    coded["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
+    asking = transformers.T5Config(vocab_size=101, decoder_start_token_id=0, **sizes).to_dict()
+    for name, config in ("LlamaForCausalLM", coded), ("T5ForConditionalGeneration", asking):
+        values = {**config, "architectures": [name]}
+        (tmp_path / "config.json").write_text(json.dumps(values, default=str))
+        rates(replace(read_model(str(tmp_path)), adapter_rank=2))
+    dtypes = [{param.dtype for param in model.parameters()} for model, _, _ in measured]
+    assert dtypes == [{torch.bfloat16, torch.uint8}, {torch.bfloat16}]
 
 
 def test_a_micro_batch_that_would_take_long_is_shortened(measured: Measured) -> None:

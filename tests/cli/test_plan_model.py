@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import Loop, plan_model
@@ -221,6 +222,26 @@ def test_a_config_of_four_bits(kept: list[str] | None, doubled: bool, tmp_path: 
     scales = sum(size // 64 * (1 if doubled else 4) for size in matrices)
     tables = len(matrices) * (16 * 4 + doubled * (256 * 4 + 4 + 4))  # and the second scale, and the offset
     assert attached_bytes(model) == scales + tables
+    adapted = replace(read_model(str(tmp_path)), adapter_rank=2).on_meta()
+    found = plan_model(adapted, load_config(settings(tmp_path, placement="host")), available=PLENTY)
+    frozen = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 101 * 64 + 3 * 64
+    assert found.num_parameters == frozen + found.num_trainable
+
+
+def test_a_model_with_nothing_to_train_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    config = transformers.LlamaConfig(vocab_size=101, architectures=["LlamaForCausalLM"], **sizes).to_dict()
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    (tmp_path / "ours.json").write_text(json.dumps(settings(tmp_path)))
+    words = ["plan", "--model", str(tmp_path), "--config", str(tmp_path / "ours.json"), "--no-time"]
+    assert main(words) == USER_ERROR
+    assert (
+        "a model with something to train: its weights are frozen, and --lora RANK adds"
+        in capsys.readouterr().err
+    )
+    assert main([*words, "--lora", "2"]) == 0
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])

@@ -149,7 +149,8 @@ def test_two_directories_of_one_drive_are_measured_once(
 def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(computation, "NUM_SAMPLES", 1)
+    for name, value in (("NUM_SAMPLES", 1), ("NUM_TURNS", 1), ("MOST_TURN_S", computation.TURN_S)):
+        monkeypatch.setattr(computation, name, value)
     monkeypatch.setattr(measure, "DRIVE_FILE_BYTES", 16 * MIB)
     drive = measure.drive_rates
 

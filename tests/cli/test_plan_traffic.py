@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan.report import step_of
+from offloadzero.cli.plan.answer import step_of
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
 from offloadzero.engine.planned_model import plan_model, uses_of

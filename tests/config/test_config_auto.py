@@ -97,10 +97,30 @@ def test_the_plain_form_says_what_it_does_not_use(
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}},
     }
-    _, optimizer = offloadzero.offload(model, adamw(model), on_cpu(**blocks))
+    counts = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    with pytest.warns(UserWarning, match=r"gradient_accumulation_steps = 4 has no effect: with offload\(\)"):
+        _, optimizer = offloadzero.offload(model, adamw(model), on_cpu(**blocks, **counts))
     opened.append(optimizer)
     for key in blocks:
         assert f"{key}: not used: offload() trains with the optimizer that it is given" in caplog.text
+
+
+def test_another_optimizer_on_the_parameters_is_told_of_once(
+    opened: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = linear()
+    _, optimizer = offloadzero.offload(model, adamw(model), on_cpu())
+    opened.append(optimizer)
+    others = linear()
+    said = "this AdamW steps parameters of an offloaded model"
+    for other, count in ((optimizer, 0), (adamw(others), 0), (adamw(model), 1), (adamw(model), 1)):
+        big_step(model, torch.Tensor.backward)
+        other.step()
+        assert len([one for one in caplog.messages if one.startswith(said)]) == count
+    optimizer.restore_model()
+    caplog.clear()
+    adamw(model).step()
+    assert not caplog.messages
 
 
 def test_initialize_says_which_block_it_does_not_use(
@@ -397,7 +417,10 @@ def test_numbers_for_booleans(number: float, word: bool) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, r"tensor_parallel\.tp = .*the model is not divided here"),
+        (
+            {"tensor_parallel": {"tp": {"tp_size": 2}}},
+            r"tensor_parallel\.tp = .*the model is not divided here",
+        ),
         (
             {"weight_quantization": {"a": {"num_bits": 4}}},
             "weight_quantization = .*quantized weights are not",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.report import step_of
+from offloadzero.cli.plan.answer import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import USER_ERROR, main
-from offloadzero.cli.plan.report import StageBytes, by_stage, step_of
+from offloadzero.cli.plan.answer import step_of
+from offloadzero.cli.plan.report import StageBytes, by_stage
 from offloadzero.errors import ConfigError
 from offloadzero.observe.timeline import D2H, H2D, NVME_READ, NVME_WRITE
 from offloadzero.planning.step.forecast import Step

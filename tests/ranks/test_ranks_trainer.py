@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ import offloadzero
 from tests.scripts.common import Wrap, tokens
 from tests.scripts.peft_lora import make_lora
 from tests.scripts.transformers_trainer import VOCABULARY, make_llama
-from tests.support.tiny import script_environment
+from tests.support.ranks import run_torchrun
 
 CASES = {"stage 1, host": (1, "cpu"), "stage 2, nvme": (2, "nvme"), "stage 3, host": (3, "cpu")}
 CASES |= {"stage 3, nvme": (3, "nvme")}
@@ -248,39 +248,27 @@ def of_rank(directory: Path) -> None:
         found[f"lightning, {name}"] = [by_lightning(each, path, resume=resume) for resume in (False, True)]
     found["plain, lora"] = by_trainer(Wrap(), directory / "plain lora", make=make_lora)
     found["lora"] = by_trainer(wrap, directory / "lora", make=make_lora)
-    keep(found, directory)
-
-
-def keep(found: dict[str, Any], directory: Path) -> None:
+    if importlib.util.find_spec("trl"):
+        found["sft"] = by_all_cases(by_sft, directory / "sft")
     if torch.distributed.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps(found))
 
 
-def of_two_ranks(directory: Path, what: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, "--module", "tests.ranks.test_ranks_trainer", what, str(directory)],
-        env=script_environment(),
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("trainer")
+    (directory / "sft").mkdir()
+    run = run_torchrun(Path(__file__), directory, cwd=Path(__file__).parents[2], timeout_s=480)
     assert run.returncode == 0, run.stderr
     result: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return result
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return of_two_ranks(tmp_path_factory.mktemp("trainer"), "all")
-
-
-@pytest.fixture(scope="module")
-def found_of_sft(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture
+def found_of_sft(found: dict[str, Any]) -> dict[str, Any]:
     pytest.importorskip("trl")
-    return of_two_ranks(tmp_path_factory.mktemp("sft"), "sft")
+    of_sft: dict[str, Any] = found["sft"]
+    return of_sft
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -346,8 +334,4 @@ def test_accelerate_still_asks_for_the_mark() -> None:
 
 
 if __name__ == "__main__":
-    what, path = sys.argv[1], Path(sys.argv[2])
-    if what == "sft":
-        keep(by_all_cases(by_sft, path), path)
-    else:
-        of_rank(path)
+    of_rank(Path(sys.argv[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -32,6 +31,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def adapted(folder: Path, config: dict[str, Any], *, uses_init: bool) -> Any:
+    import peft  # takes seconds: not where tests are collected
+
     torch.manual_seed(1)
     with offloadzero.zero.Init(config_dict_or_path=config, enabled=uses_init):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

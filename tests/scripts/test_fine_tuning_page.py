@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import transformers
 import offloadzero
 from offloadzero.cli.main import main
 from tests.scripts.common import forget_accelerate
-from tests.support.tiny import script_environment
+from tests.support.ranks import run_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "fine-tuning.md").read_text()
@@ -128,16 +126,9 @@ def test_the_second_recipe_trains_over_a_base_of_four_bits(
 def test_a_recipe_runs_on_several_ranks(home: Path) -> None:
     (command,) = code("5. ", "bash")
     (home / "recipe.py").write_text(recipe_of("1"))
-    _, option, number, *script_words = command.split()
+    _, option, number, script, *words = command.split()
     assert (option, number) == ("--nproc-per-node", "8")
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", option, "2", *script_words],
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    run = run_torchrun(home / script, *words, cwd=home, timeout_s=110)
     assert run.returncode == 0, run.stderr
     expect_trained(home, "5")
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.utils import clip_grad_norm_
 
-from tests.support.tiny import script_environment
+from offloadzero.cli.main import main
+from tests.support.ranks import run_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -150,16 +152,8 @@ def test_adapters_alone_are_trained_and_saved(folder: Path, tmp_path: Path) -> N
 def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: Path) -> None:
     data = DATA[1]
     config = config_file(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "examples" / "finetune.py"), *arguments(folder, tmp_path / "out", data=data)[1:]]
-    run = subprocess.run(
-        [*command, f"--config={config}"],
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    words = [*arguments(folder, tmp_path / "out", data=data)[1:], f"--config={config}"]
+    run = run_torchrun(ROOT / "examples" / "finetune.py", *words, cwd=tmp_path, timeout_s=110)
     assert run.returncode == 0, run.stderr
     assert "One of 2 ranks, by stage of ZeRO:" in run.stdout
     weights, said = plain_loop(folder, data, world_size=2)
@@ -172,8 +166,13 @@ def test_the_plan_is_said_before_anything_is_built(
 ) -> None:
     """Of adapters, in bytes (measuring takes a minute), and a run that does not fit does not begin."""
     pytest.importorskip("peft")
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda words, **how: run([*words, "--no-time"], **how))
+
+    def run(words: Sequence[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
+        python, option, package, *rest = words
+        assert (python, option, package, check) == (sys.executable, "-m", "offloadzero", False)
+        return subprocess.CompletedProcess(words, main([*rest, "--no-time"]))
+
+    monkeypatch.setattr(subprocess, "run", run)
     given = arguments(folder, tmp_path, "--lora=2")[1:]
     assert finetune.main(given) == 0
     said = capfd.readouterr().out
@@ -191,16 +190,21 @@ def test_the_plan_is_said_before_anything_is_built(
 def test_what_is_read_of_a_jsonl_file(folder: Path, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows: list[dict[str, Any]] = [
-        {"text": "one"},
+        {"text": "one\u2028"},
         {"prompt": "two: ", "completion": "three"},
         {"messages": [{"role": "user", "content": "four"}]},
     ]
     data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    data.write_text("\n\n".join(lines) + "\n \n")
     found = list(finetune.examples(data, tokenizer))
-    assert [tokenizer.decode(ids) for ids, _ in found] == ["one</s>", "two: three</s>", "user: four</s>"]
+    assert [tokenizer.decode(ids) for ids, _ in found] == [
+        "one\u2028</s>",
+        "two: three</s>",
+        "user: four</s>",
+    ]
     assert [tokenizer.decode(ids[first:]) for ids, first in found] == [
-        "one</s>",
+        "one\u2028</s>",
         "three</s>",
         "user: four</s>",
     ]
@@ -259,6 +263,31 @@ def test_another_run_is_not_gone_on_with(
     for other in ("--seed=1", f"--data={folder / DATA[1]}"):
         assert finetune.main([*given, other]) == 1
         assert "was begun with {'seq_len': 32, 'seed': 0, 'lora': None, 'blocks': " in capsys.readouterr().err
+
+
+def test_another_batch_goes_on_at_the_next_block(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    batch = finetune.Blocks.batch
+
+    def noted(blocks: finetune.Blocks, first: int, size: int, seed: int) -> Any:
+        taken.extend(range(first, first + size))
+        return batch(blocks, first, size, seed)
+
+    monkeypatch.setattr(finetune.Blocks, "batch", noted)
+    for more, num_blocks in (
+        (["--micro-batch=2", "--accumulation=2", "--steps=1"], 4),
+        (["--accumulation=3", "--steps=3"], 10),
+    ):
+        assert finetune.main([*arguments(folder, tmp_path), *more]) == 0
+        assert taken == list(range(num_blocks))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    in_epoch = len(finetune.Blocks(folder / DATA[0], tokenizer, SEQ_LEN))
+    given = [text for text in arguments(folder, tmp_path) if not text.startswith("--steps")]
+    for _ in range(2):  # the second time it is at the end
+        assert finetune.main([*given, "--micro-batch=4", "--accumulation=1"]) == 0
+        assert taken == list(range(in_epoch + (10 - in_epoch) % 4))
 
 
 def test_a_masked_language_model(folder: Path, tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -32,6 +32,13 @@ FOUR_BITS: dict[str, dict[str, Any]] = {
     DOUBLED: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "nf4 in bf16 memory": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16},
 }
+
+
+def peft_itself() -> Any:
+    """It takes seconds to import: not where tests are collected."""
+    import peft
+
+    return peft
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +72,10 @@ def load(folder: Path, quantised: Any = None) -> Any:
 
 def adapted(folder: Path, quantised: Any = None, *, checkpoints: str = "") -> Any:
     torch.manual_seed(1)
-    lora = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(load(folder, quantised), lora)
+    lora = peft_itself().LoraConfig(
+        r=3, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model = peft_itself().get_peft_model(load(folder, quantised), lora)
     if checkpoints in ("reentrant", "not reentrant"):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
@@ -149,15 +158,39 @@ def test_evaluated_merged_and_given_back_it_has_the_numbers_of_the_model_alone(
     expected = evaluated(alone)
     assert evaluated(engine.module) == expected
     engine.module.save_pretrained(tmp_path / "adapters")
+    weight = engine.module.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+    for made in (copy.copy(weight), copy.deepcopy(weight)):
+        assert torch.equal(made.data, weight.data)
+        assert made.quant_state.shape == weight.quant_state.shape == (64, 128)
     engine.restore_model()
     assert evaluated(in_bf16(model)) == expected
-    again = peft.PeftModel.from_pretrained(
+    again = peft_itself().PeftModel.from_pretrained(
         load(folder, four_bits(**FOUR_BITS[DOUBLED])), tmp_path / "adapters", is_trainable=True
     )
     assert evaluated(in_bf16(again)) == expected
     alone.merge_adapter()
     model.merge_adapter()
     assert evaluated(model) == evaluated(alone) != expected
+
+
+def test_an_evaluation_leaves_codes_as_they_are(folder: Path, tmp_path: Path) -> None:
+    """bitsandbytes lays them out anew on some CPUs: for other numbers, and without gradients from then on."""
+    model, alone = (adapted(folder, four_bits(**FOUR_BITS["nf4"])) for _ in range(2))
+    linear = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    assert len(linear) == 3 * 7
+    for module in linear:
+        module.support_avx512bf16_for_cpu = True
+    engine = offloadzero.initialize(model=model, config=make_config("nvme", tmp_path, dtype="bf16"))[0]
+    assert evaluated(engine.module) == evaluated(in_bf16(alone))
+    engine.module.train()
+    assert step(engine) > step(engine)
+    engine.close()
+    weight = alone.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+    weight.quant_state.packing_format_for_cpu = True  # as after an evaluation there
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.down_proj\.base_layer\.weight.*as they were loaded"
+    ):
+        offloadzero.initialize(model=alone, config=make_config("nvme", tmp_path, dtype="bf16"))
 
 
 @pytest.mark.parametrize("uses_init", [True, False], ids=["under Init", "an ordinary model"])
@@ -204,8 +237,8 @@ def test_the_plan_knows_the_bytes_of_four_bits(kind: str, folder: Path, tmp_path
     base.save_pretrained(tmp_path / "saved")
     ours = replace(read_model(str(tmp_path / "saved")), adapter_rank=4).on_meta()
     assert attached_bytes(ours) == attached_bytes(base)
-    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base, adapters)
+    adapters = peft_itself().LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft_itself().get_peft_model(base, adapters)
     config = settings(tmp_path, placement="host")
     found = plan_model(ours, load_config(config), available={TierName.HOST: 1 << 40})
     buffers = sum(buffer.nbytes for buffer in model.buffers())

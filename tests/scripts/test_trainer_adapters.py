@@ -13,7 +13,6 @@ import offloadzero
 from offloadzero.errors import ConfigError, StateError
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -36,6 +35,7 @@ def train(
     )
     model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
     if lora:
+        peft = pytest.importorskip("peft")  # takes seconds: not where tests are collected
         adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, adapters)
     trained = [param for param in model.parameters() if param.requires_grad]

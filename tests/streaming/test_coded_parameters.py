@@ -86,6 +86,10 @@ def test_a_parameter_keeps_its_class_its_attributes_and_its_bytes(tmp_path: Path
     moved = first.to(torch.int16)
     assert not isinstance(moved, Codes)
     assert torch.equal(moved.to(torch.uint8).reshape(-1), before[0])
+    shallow = copy.copy(first)
+    assert type(shallow) is Codes
+    assert shallow.scales is scales
+    assert torch.equal(bytes_of(shallow), before[0])
     made = copy.deepcopy(engine.module)
     assert isinstance(made.codes()[0], Codes)
     assert made.codes()[0].scales is not scales

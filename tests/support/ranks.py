@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,9 +16,20 @@ from typing import Any
 
 import torch
 
+from tests.support.tiny import script_environment
+from tests.support.warm import run_warm
+
 Work = Callable[..., Any]  # of one rank: what it gives back is JSON
 Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
 END_WITHIN_S = 20.0  # after the timeout of the group
+
+TORCHRUN = """
+import multiprocessing
+from torch.distributed.run import main
+
+multiprocessing.set_forkserver_preload(["tests.support.framework_server"])
+main()
+"""
 
 
 class RanksError(Exception):
@@ -77,6 +90,19 @@ def run_in_turn(works: Sequence[Work], world_size: int, directory: Path, *, time
     )
     assert time.monotonic() - begun_s < timeout_s
     return {work.__name__: [of_rank[work.__name__] for of_rank in by_rank] for work in works}
+
+
+def run_torchrun(
+    script: Path, *words: object, cwd: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --standalone --nproc-per-node 2 SCRIPT WORDS`, whose ranks have transformers and others imported.
+
+    By `--run-path` its agent starts processes of multiprocessing, and each runs the script as its `__main__`. Raises
+    subprocess.TimeoutExpired.
+    """
+    options = ["--standalone", "--nproc-per-node=2", "--start-method=forkserver", "--run-path"]
+    command = [sys.executable, "-c", TORCHRUN, *options, str(script), *map(str, words)]
+    return run_warm(command, cwd=cwd, env=script_environment(), timeout_s=timeout_s)
 
 
 def _in_turn(rank: int, works: Sequence[Work], directory: str) -> dict[str, Any]:

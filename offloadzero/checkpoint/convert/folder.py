@@ -25,6 +25,7 @@ from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, Sa
 from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.verify import OpenDirectory
 from offloadzero.errors import CheckpointError, ConfigError
+from offloadzero.planning.model.shapes import read_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,6 +57,30 @@ def read_folder(path: Path) -> StoredModel:
         meta=Meta(global_steps=0, micro_steps=0, skipped_steps=0, param_groups=[]),
         weights=weights,
     )
+
+
+def expect_names_of_model(path: Path, model: StoredModel) -> None:
+    """Raise ConfigError where the model of a folder's config.json has parameters that the folder has not.
+
+    So it is where transformers renames or merges weights when it loads them. Where it does not build the model here,
+    nothing is said.
+    """
+    if not (path / "config.json").is_file():
+        return
+    try:
+        built = read_model(str(path)).on_meta()
+    except ConfigError:
+        return
+    names = {name for name, _ in built.named_parameters()}
+    missing, others = sorted(names - model.weights.keys()), sorted(model.weights.keys() - names)
+    if missing:
+        also = f", and the folder {others[0]}" if others else ""
+        allowed = (
+            f"a folder with the names that {type(built).__name__} has: {missing[0]} ({len(missing)} in all){also}. "
+            "transformers renames or merges weights when it loads: from_pretrained(), initialize() and "
+            "save_checkpoint() make a checkpoint of it"
+        )
+        raise ConfigError("SRC", str(path), allowed)
 
 
 def _shards(path: Path) -> dict[str, set[str] | None]:

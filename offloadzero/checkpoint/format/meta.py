@@ -57,6 +57,7 @@ class Meta:
     partial_step: str | None = None  # updates in the states beyond `global_steps`, in words
     steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
     extra_states: dict[str, Any] = field(default_factory=dict)  # [Note: extra state]
+    excluded: list[str] = field(default_factory=list)  # frozen parameters that it was saved without
     part: PartOfModel | None = None  # None: the whole model
     saved_unix_ns: int = 0
 
@@ -123,6 +124,7 @@ def read_meta(checkpoint: Path) -> Meta:
         partial_step=get("partial_step", _optional(_text)),
         steps=get("steps", _counts),
         extra_states=get("extra_states", _dict),
+        excluded=get("excluded", _texts) if "excluded" in values else [],
         part=get("part", _optional(_part)),
         saved_unix_ns=get("saved_unix_ns", _whole),
     )
@@ -187,6 +189,12 @@ def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise _WrongTypeError("not a list")
     return [_dict(item) for item in value]
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise _WrongTypeError("not a list")
+    return [_text(item) for item in value]
 
 
 def _counts(value: Any) -> dict[str, int]:

@@ -248,12 +248,24 @@ class TorchFile:
 def _reason(error: Exception) -> str:
     """Return what an error of torch's says beside its advice."""
     advice = ("Weights only load failed", "Check the documentation")
-    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(advice)]
-    return lines[0].rpartition("WeightsUnpickler error: ")[2].strip() if lines else type(error).__name__
+    lines = [line.rpartition("WeightsUnpickler error: ")[2].strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.startswith(advice)), type(error).__name__)
+
+
+def _empty_dict(*_arguments: object) -> dict[Any, Any]:
+    return {}
+
+
+def _empty_list(*_arguments: object) -> list[Any]:
+    return []
+
+
+# A file fills these as it fills a dict and a list, which torch allows of no class of ours.
+_FILLED: Mapping[str, Any] = {"collections.defaultdict": _empty_dict, "collections.deque": _empty_list}
 
 
 def _load(path: Path) -> Any:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    stand_ins: list[Any] = [(type(name, (Foreign,), {}), name) for name in names]
+    stand_ins: list[Any] = [(_FILLED.get(name) or type(name, (Foreign,), {}), name) for name in names]
     with torch.serialization.safe_globals(stand_ins):
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")

@@ -36,12 +36,13 @@ from torch import nn
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.core.constants import COMPACT_CHUNK_MULTIPLE
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel
+from offloadzero.engine.planned_model import Loop, ModelPlanner, PlannedModel, uses_of
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.planning.cluster import Cluster, on_cluster
 from offloadzero.planning.engine_plan import (
     Beside,
     Change,
@@ -62,12 +63,16 @@ from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, near
 from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_nvme
 from offloadzero.planning.model.shapes import MAX_LAYERS, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
+from offloadzero.planning.step.forecast import Step, plan_step
 from offloadzero.planning.update_rules import updates_in_backward
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
 from offloadzero.update.specs.adam import ADAM
 
 NOTHING: More = MappingProxyType({})
+GIB = 1 << 30
+# Shares of a device's memory: what a plan may take of it, and what is too little to name a change for it.
+MOST_OF_DEVICE, LITTLE_OF_DEVICE = 0.9, 0.1
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,25 @@ class Planner:
             raise AssertionError("budgets that were raised are refused")
         return Change(least[1], self._lacking(with_keys(source, least[1])))
 
+    def with_more_of_the_device(self, source: Source, found: Answer) -> tuple[Change, Answer] | None:
+        """Return a budget with which "auto" takes memory of the device that its plan leaves, and the answer with it.
+
+        None where homes do not go by budgets, where little is left, and where it does not fit.
+        """
+        device, planned = found.memory.device, found.planned
+        is_known = found.trace is not None and found.verdict.fits
+        if device is None or not is_known or not planned.config.placement.auto:
+            return None
+        budget = (int(MOST_OF_DEVICE * device) - found.beside.device) // GIB
+        if budget * GIB < planned.plan.tier_bytes(TierName.DEVICE) + LITTLE_OF_DEVICE * device:
+            return None
+        change = Change({"offloadzero.budgets.device": f"{budget}GiB"})
+        try:
+            answer = self.answer(with_keys(source, change.keys), by_time=True)
+        except BudgetError:
+            return None
+        return (change, answer) if answer.verdict.fits else None
+
     def _lacking(self, source: Source) -> More:
         """The bytes that a machine lacks. "auto" uses a share of all there is: with more it may want more."""
         more: dict[TierName, int] = {}
@@ -374,6 +398,22 @@ def _smaller(micro: int) -> Iterator[int]:
 
 
 # --- beside the plan ---
+
+
+def step_of(answer: Answer, *, num_local_ranks: int | None = None, cluster: Cluster | None = None) -> Step:
+    """Return the bytes and operations of a step of a planned model; `num_local_ranks` as in `plan_step`."""
+    planned = answer.planned
+    step = plan_step(
+        planned.records,
+        planned.plan,
+        planned.config,
+        uses=uses_of(planned.cut),
+        trace=answer.trace,
+        num_local_ranks=num_local_ranks,
+    )
+    if cluster is None or num_local_ranks is None:
+        return step
+    return on_cluster(step, num_local=num_local_ranks, node_ranks=planned.config.zero_plus_plus.node_ranks)
 
 
 def largest_model(question: Question, source: Source) -> ModelSource:

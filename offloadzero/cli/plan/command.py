@@ -254,8 +254,11 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     from offloadzero.planning.model.shapes import read_model
 
     model = replace(read_model(args.model), adapter_rank=args.lora or 0)
-    if model.shape is None:
-        model.on_meta()  # a mistake in it is said before a minute of measurement
+    if model.shape is None:  # a mistake in it is said before a minute of measurement
+        params = list(model.on_meta().parameters())
+        if params and not any(param.requires_grad for param in params):
+            allowed = "a model with something to train: its weights are frozen, and --lora RANK adds adapters"
+            raise ConfigError("--model", args.model, allowed)
     most = model.num_positions
     sequence = args.sequence or (min(DEFAULT_SEQUENCE, most) if most else DEFAULT_SEQUENCE)
     if most and sequence > most and model.learns_positions:

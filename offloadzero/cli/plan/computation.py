@@ -275,7 +275,7 @@ def _fill(param: nn.Parameter) -> None:
     """Draw a few numbers and copy them to all places: a copy runs on all cores, drawing on one."""
     with torch.no_grad():
         drawn, *others = param.view(-1).split(_NUM_DRAWN)
-        drawn.uniform_(-0.02, 0.02)
+        drawn.uniform_(-0.02, 0.02) if drawn.is_floating_point() else drawn.zero_()  # of codes
         for part in others:
             part.copy_(drawn[: part.numel()])
 

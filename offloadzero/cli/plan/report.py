@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offloadzero.cli.output import text_table
-from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes, without_clipping
+from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes, step_of, without_clipping
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import uses_of
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import FILE_ENGINE, PYTHON
@@ -22,7 +22,7 @@ from offloadzero.observe.texts import (
     years_text,
 )
 from offloadzero.observe.timeline import COLLECTIVES, LANES
-from offloadzero.planning.cluster import Cluster, on_cluster
+from offloadzero.planning.cluster import Cluster
 from offloadzero.planning.engine_plan import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.placement_rules import idle_rules
@@ -34,10 +34,11 @@ from offloadzero.planning.step.advice import (
     intensities,
     other_settings,
 )
-from offloadzero.planning.step.forecast import OVERLAP, Forecast, Phase, Step, plan_step
+from offloadzero.planning.step.forecast import OVERLAP, Forecast, Phase, Step
 from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK, NVME_MIXED
 from offloadzero.planning.zero_formulas import STAGES, state_bytes
 
+WORTH = 0.9  # of the seconds of a step: a change that saves less is not named
 LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
 
 
@@ -75,6 +76,7 @@ class Report:
     num_local_ranks: int = 1
     stages: tuple[StageBytes, ...] = ()  # of several ranks
     cluster: Cluster | None = None  # whose ranks they are
+    on_device: tuple[Change, Forecast] | None = None  # with more of the device, which is faster
 
     @property
     def fits(self) -> bool:
@@ -260,6 +262,12 @@ class Report:
             if found.waits_for_next is not None:
                 lane, share = found.waits_for_next
                 yield f"{share:.0%} of the simulated step waits for {lane}: {faster(lane, self.step)[1]}."
+            if self.on_device is not None:
+                change, then = self.on_device
+                yield (
+                    f"{change.text()} makes it {time_text(then.seconds or 0.0)}: auto leaves that memory of the device "
+                    "to others, and to what the plan does not count."
+                )
             if self.hardware.device_is_cpu:
                 yield from faster_in_fp32(self.step, self.hardware.rates)
             if self.left_out():
@@ -426,7 +434,12 @@ def make_report(
     run = None
     if num_tokens is not None:
         run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
-    return replace(report, step=step, forecast=found, run=run)
+    on_device = None
+    if (more := planner.with_more_of_the_device(source, answer)) is not None:
+        then = of_rank.forecast(step_of(more[1], num_local_ranks=question.num_local_ranks, cluster=cluster))
+        if (then.seconds or math.inf) < WORTH * (found.seconds or 0.0):
+            on_device = more[0], then
+    return replace(report, step=step, forecast=found, run=run, on_device=on_device)
 
 
 def by_stage(
@@ -468,22 +481,6 @@ def _of_stage(
         return replace(found, does_not_fit=True)
     step = step_of(answer, num_local_ranks=planner.question.num_local_ranks, cluster=cluster)
     return replace(found, forecast=forecast_of(step))
-
-
-def step_of(answer: Answer, *, num_local_ranks: int | None = None, cluster: Cluster | None = None) -> Step:
-    """Return the bytes and operations of a step of a planned model; `num_local_ranks` as in `plan_step`."""
-    planned = answer.planned
-    step = plan_step(
-        planned.records,
-        planned.plan,
-        planned.config,
-        uses=uses_of(planned.cut),
-        trace=answer.trace,
-        num_local_ranks=num_local_ranks,
-    )
-    if cluster is None or num_local_ranks is None:
-        return step
-    return on_cluster(step, num_local=num_local_ranks, node_ranks=planned.config.zero_plus_plus.node_ranks)
 
 
 PAGE = "plan/page.html"

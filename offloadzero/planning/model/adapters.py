@@ -20,6 +20,11 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Linear(base.in_features, rank, bias=False)
         self.lora_b = nn.Linear(rank, base.out_features, bias=False)
 
+    @property
+    def weight(self) -> Tensor:
+        """That of the projection, whose dtype some models ask for."""
+        return self.base.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.lora_b(self.lora_a(x))  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ The time of decoding is not counted.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ _CODES, _SCALE_CODES = 16, 256  # entries of the tables
 class _Codes(nn.Parameter):
     """Codes of a matrix, with the tensors that decode them as attributes."""
 
+    quant_state: SimpleNamespace  # as that of bitsandbytes it has the shape of the weights
     table: Tensor
     scales: Tensor
     second_table: Tensor
@@ -30,10 +32,12 @@ class _Codes(nn.Parameter):
     offset: Tensor
 
     @staticmethod
-    def of(num_elements: int, *, doubled: bool) -> _Codes:
-        """Make those of so many weights; `doubled`: the scales are codes as well."""
+    def of(shape: torch.Size, *, doubled: bool) -> _Codes:
+        """Make those of weights of that shape; `doubled`: the scales are codes as well."""
+        num_elements = shape.numel()
         codes = _Codes(torch.empty(-(-num_elements // 2), 1, dtype=torch.uint8), requires_grad=False)
         num_scales = -(-num_elements // CODES_BLOCK)
+        codes.quant_state = SimpleNamespace(shape=shape)
         codes.table = torch.empty(_CODES)
         codes.scales = torch.empty(num_scales, dtype=torch.uint8 if doubled else torch.float32)
         if doubled:
@@ -49,11 +53,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.shape = shape
-        return x @ x.new_empty(shape).t()
+        return x @ x.new_zeros(shape).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ grad.new_empty(ctx.shape), None
+        return grad @ grad.new_zeros(ctx.shape), None
 
 
 class FourBitLinear(nn.Linear):
@@ -62,7 +66,7 @@ class FourBitLinear(nn.Linear):
     def __init__(self, base: nn.Linear, *, doubled: bool) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
-        self.weight = _Codes.of(base.weight.numel(), doubled=doubled)
+        self.weight = _Codes.of(base.weight.shape, doubled=doubled)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply as the projection does, without its numbers."""

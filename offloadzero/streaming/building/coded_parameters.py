@@ -12,6 +12,7 @@ something else than the parameter holds as well (the int8 weights of bitsandbyte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -59,6 +60,12 @@ def is_coded(param: nn.Parameter) -> bool:
     return not param.requires_grad and bool(attached_tensors(param))
 
 
+def num_weights(param: nn.Parameter) -> int:
+    """Return how many weights a parameter stands for: of codes in 4 bits twice its bytes."""
+    shape = getattr(getattr(param, "quant_state", None), "shape", None)
+    return param.numel() if shape is None else math.prod(shape)
+
+
 def attached_in(model: nn.Module) -> Iterator[tuple[str, Attached]]:
     """Yield the tensors beside all coded parameters of the model, in one order on all ranks, with names for errors."""
     for name, param in model.named_parameters():
@@ -72,12 +79,19 @@ def attached_bytes(model: nn.Module) -> int:
 
 
 def move_attached(model: nn.Module, device: torch.device) -> None:
-    """Bring the tensors beside coded parameters to the device."""
+    """Bring the tensors beside coded parameters to the device, where no module changes their layout: see below."""
     for _, (holder, name, tensor) in attached_in(model):
         if tensor.device != device:
             setattr(holder, name, tensor.to(device))
+    for module in model.modules():
+        if getattr(module, _LAYS_OUT_ANEW, False):
+            setattr(module, _LAYS_OUT_ANEW, False)
 
 
+# bitsandbytes/nn/modules.py, Linear4bit.forward: an evaluation on a CPU with AVX512-BF16 replaces codes and scales by
+# those of another layout, of which no gradient can be taken. This switches it off.
+_LAYS_OUT_ANEW = "support_avx512bf16_for_cpu"
+_IS_LAID_OUT_ANEW = "packing_format_for_cpu"
 _DO = "Load the base in 4 bits by bitsandbytes (load_in_4bit), or without quantisation"
 
 
@@ -85,14 +99,18 @@ def expect_own_memory(model: nn.Module) -> None:
     """Refuse a parameter whose memory cannot leave its place: [Note: coded parameters].
 
     Raises:
-        ConfigError: a parameter has no memory of its own, or an attribute of it, or of its module, has the same memory.
+        ConfigError: a parameter has no memory of its own, or an attribute of it, or of its module, has the same memory;
+            codes are in a layout for evaluations alone.
     """
     for module_name, module in model.named_modules():
         for own_name, param in module.named_parameters(recurse=False):
             kind = original_of(type(param))
             if kind is nn.Parameter or param.is_meta or not param.numel():
                 continue
-            if not _address(param):
+            if getattr(getattr(param, "quant_state", None), _IS_LAID_OUT_ANEW, False):
+                allowed = "codes as they were loaded: an evaluation on this CPU has laid them out anew, and they have "
+                allowed += f"no gradients now. Set {_LAYS_OUT_ANEW} = False on the modules before"
+            elif not _address(param):
                 allowed = f"memory of its own: it is made of other tensors ({kind.__module__})"
             elif other := next(_other_holders(module, param), None):
                 allowed = f"memory that nothing else has: {other} has it as well, and it would stay"
