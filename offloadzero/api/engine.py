@@ -439,8 +439,8 @@ class Engine:
     ) -> bool:
         """Write all states to `save_dir`/`tag` (default: global_stepN); the old checkpoint stays until this is whole.
 
-        `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them. A checkpoint without frozen
-        parameters is loaded with `load_module_strict=False`, which leaves them as the model has them.
+        `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them. Where frozen parameters
+        were left out, `load_checkpoint()` leaves them as the model has them.
 
         Raises:
             ConfigError: `save_dir` or `tag` cannot be the name of a directory, or `client_state` cannot be written as

@@ -37,10 +37,6 @@ from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.checkpoint")
 
-WITHOUT_FROZEN = (
-    ". They are frozen, and exclude_frozen_parameters=True leaves those out of a checkpoint: load_module_strict=False "
-    "loads the others, and they stay as the model has them"
-)
 WEIGHTS_ALONE = ". It has weights alone: pass load_module_only=True to begin with them"
 
 
@@ -86,7 +82,8 @@ def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tens
 def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
     """Compare the checkpoint with the model. CheckpointError names missing, foreign, or misshapen entries.
 
-    Not `strict`: entries that both have are loaded, and must fit.
+    Not `strict`: entries that both have are loaded, and must fit. Frozen parameters that the checkpoint was saved without
+    are not missing.
     """
     expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]
@@ -99,17 +96,20 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     missing += sorted(modules.keys() - checkpoint.meta.extra_states.keys())
     foreign += sorted(checkpoint.meta.extra_states.keys() - modules.keys())
     frozen = {slot.name for _, slot in slots if not slot.trainable}
+    excluded = frozen.intersection(missing, checkpoint.meta.excluded)
+    missing = [name for name in missing if name not in excluded]
     if strict and (missing or foreign):
-        is_frozen_part = not foreign and frozen >= set(missing)
         raise CheckpointError(
             f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
             f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
-            + (WITHOUT_FROZEN if is_frozen_part else "")
             + ("" if checkpoint.meta.steps or not with_states else WEIGHTS_ALONE)
         )
-    unexpected = sorted(set(missing).difference(checkpoint.meta.excluded))
-    if unexpected:
-        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(unexpected[:5]))
+    if missing:
+        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
+    if excluded:
+        log.info(
+            "%s: saved without %d frozen parameters, which stay as they are", checkpoint.path, len(excluded)
+        )
     taken = [(record, slot) for record, slot in slots if slot.name in checkpoint.weights]
     continued = frozenset(
         slot.name
