@@ -82,8 +82,8 @@ def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tens
 def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
     """Compare the checkpoint with the model. CheckpointError names missing, foreign, or misshapen entries.
 
-    Not `strict`: entries that both have are loaded, and must fit. Frozen parameters that the checkpoint was saved without
-    are not missing.
+    Not `strict`: entries that both have are loaded, and must fit. Frozen parameters without which the checkpoint was
+    saved are not missing.
     """
     expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]

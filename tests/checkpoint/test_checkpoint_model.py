@@ -210,7 +210,7 @@ def test_a_parameter_with_the_name_of_another_optimizer_s_state_comes_back(
 def test_frozen_parameters_that_a_checkpoint_was_saved_without_stay_as_the_model_has_them(
     engine_of: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They need no load_module_strict=False, under which others could be missing too; one that is trained is missing."""
+    """They need no load_module_strict=False, under which others could be missing too; a trained one is missing."""
     caplog.set_level(logging.INFO, "offloadzero.checkpoint")
 
     def net(scale: float, *, trained: bool = False) -> Net:
