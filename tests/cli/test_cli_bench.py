@@ -229,7 +229,7 @@ def test_each_mixed_sample_has_writes_where_few_are_allowed(shm_path: Path, tmp_
     assert main(["bench", "nvme", str(shm_path), *arguments]) == 0
     result = json.loads(file.read_text())
     mixed = [sample for sample in result["samples"] if sample["traffic"] == "mixed"]
-    assert all(sample["bytes_written"] >= sample["bytes_read"] / 2 for sample in mixed)
+    assert all(sample["bytes_written"] > 0 for sample in mixed)
     first = result["samples"][1]["point"]
     assert len({json.dumps(sample["point"]) for sample in mixed}) > 1
     assert {sample["phase"] for sample in mixed if sample["point"] == first} == {"coarse", "confirm"}
