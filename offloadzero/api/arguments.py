@@ -9,6 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from offloadzero.api.optimizer import ConfigSource
+from offloadzero.config.readers import AUTO
+from offloadzero.config.schema import MICRO_BATCH, BatchConfig
 from offloadzero.errors import ConfigError
 
 Collate = Callable[[list[Any]], Any]
@@ -24,7 +26,12 @@ def config_source(args: Any, config: ConfigSource | None, config_params: ConfigS
     }
     found = {name: value for name, value in given.items() if value is not None}
     if not found:
-        raise ConfigError("config", None, "a dict, the path of a JSON file, or an OffloadConfig")
+        raise ConfigError(
+            "config",
+            None,
+            "a dict, the path of a JSON file, or an OffloadConfig; or args with `deepspeed_config`, as the script's "
+            "--deepspeed_config FILE sets it",
+        )
     first, *others = found
     for other in others:
         if found[other] != found[first]:
@@ -32,9 +39,14 @@ def config_source(args: Any, config: ConfigSource | None, config_params: ConfigS
     return found[first]
 
 
+def size_of_micro_batch(batch: BatchConfig) -> int | str | None:
+    """Return the samples of a micro batch; "auto" where the configuration says so, None where it says nothing."""
+    return AUTO if MICRO_BATCH in batch.unresolved else batch.micro_batch_size
+
+
 def make_loader(
     dataset: Dataset[Any],
-    batch_size: int | None,
+    batch_size: int | str | None,
     *,
     route: str = "train",
     sampler: Sampler[Any] | None = None,
@@ -46,10 +58,8 @@ def make_loader(
 
     Raises ConfigError without a batch size, and over several ranks for an IterableDataset.
     """
-    if batch_size is None:
-        raise ConfigError(
-            "train_micro_batch_size_per_gpu", None, "a number: the DataLoader of the data needs it"
-        )
+    if not isinstance(batch_size, int):  # None, or the text of the configuration
+        raise ConfigError(MICRO_BATCH, batch_size, "a number: the DataLoader of the data needs it")
     if world_size > 1 and isinstance(dataset, IterableDataset):
         raise ConfigError(
             "training_data",

@@ -48,8 +48,7 @@ _DROPPED = (
 class Engine:
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()`.
 
-    Any other attribute is one of DeepSpeed's questions about the configuration
-    (offloadzero/api/deepspeed/engine_names.py), or the module's.
+    Any other attribute is a question of DeepSpeed's (offloadzero/api/deepspeed/engine_names.py), or the module's.
     """
 
     def __init__(
@@ -401,8 +400,7 @@ class Engine:
     def collectives(self) -> dict[str, CollectiveCount]:
         """Calls and bytes over the ranks since the start, by purpose and kind: "gradients reduce-scatter".
 
-        Empty with one process. Bytes are those of the whole tensors: [Note: bytes of a collective] in
-        offloadzero/observe/collectives.py.
+        Empty with one process. Bytes are those of the whole tensors, each once.
         """
         return self._runtime.group.collectives()
 
@@ -465,9 +463,10 @@ class Engine:
     ) -> bool:
         """Write all states to `save_dir`/`tag` (default: global_stepN); the old checkpoint stays until this is whole.
 
-        `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them: [Note: checkpoint format] in
-        offloadzero/checkpoint/states.py. Without `wait` states that have two places (`versions`, `durable`) are written
-        while training goes on; the next save or load, `finish_saving()` and `close()` wait, and raise what went wrong.
+        `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them. Where frozen parameters
+        were left out, `load_checkpoint()` leaves them as the model has them. Without `wait` states that have two places
+        (`versions`, `durable`) are written while training goes on: the next save or load, `finish_saving()` and
+        `close()` wait for it, and raise what went wrong.
 
         Raises:
             ConfigError: `save_dir` or `tag` cannot be the name of a directory, or `client_state` cannot be written as
@@ -504,9 +503,8 @@ class Engine:
     ) -> tuple[str | None, dict[str, Any]]:
         """Take over a checkpoint, whatever the placement or dtype it was written from.
 
-        All of it is checked before the first weight, state or counter changes: [Note: what is checked at load] in
-        offloadzero/checkpoint/verify.py. Gradients of a step that was begun are dropped. Counters come with all but
-        `load_module_only`, as in DeepSpeed.
+        All of it is checked before the first weight, state or counter changes. Gradients of a step that was begun are
+        dropped. Counters come with all but `load_module_only`, as in DeepSpeed.
 
         Returns:
             (its path, client_state); (None, {}) only when `load_dir` has no checkpoint and no `tag` is given.

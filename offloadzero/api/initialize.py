@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from offloadzero.access.dtensors import LocalParameters
-from offloadzero.api.arguments import Collate, config_source, make_loader
+from offloadzero.api.arguments import Collate, config_source, make_loader, size_of_micro_batch
 from offloadzero.api.deepspeed.schedule_by_name import build_lr_scheduler, unresolved_keys
 from offloadzero.api.engine import Engine
 from offloadzero.api.optimizer import ConfigSource, OffloadedOptimizer
@@ -141,7 +141,7 @@ def _make_engine(
     if training_data is not None:
         loader = make_loader(
             training_data,
-            settings.batch.micro_batch_size,
+            size_of_micro_batch(settings.batch),
             collate_fn=collate_fn,
             rank=rank_of_data,
             world_size=settings.world_size,

@@ -168,8 +168,7 @@ def _spec_and_defaults(
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer whose states live in the tiers; `offload()` and `initialize()` make it.
 
-    A script uses it as any optimizer of torch. `param.grad` stands for the gradient wherever it lives: [Note: gradients
-    as tensors].
+    A script uses it as any optimizer of torch. `param.grad` stands for the gradient wherever it lives.
     """
 
     _state: States
@@ -434,7 +433,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return read_states(self.runtime.weights, *place) if place[1].trainable else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch's optimizer, and in 16 bits the fp32 master weights: [Note: state dicts].
+        """Return the state dict of torch's optimizer, and in 16 bits the fp32 master weights.
 
         Its tensors take no memory: each is read when it is used. A change of one in place changes the state, as in
         torch. The compact layout adds its codes and scales, so that loading continues with the same bits. Raises

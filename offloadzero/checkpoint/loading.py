@@ -84,7 +84,8 @@ def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tens
 def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
     """Compare the checkpoint with the model. CheckpointError names missing, foreign, or misshapen entries.
 
-    Not `strict`: entries that both have are loaded, and must fit.
+    Not `strict`: entries that both have are loaded, and must fit. Frozen parameters without which the checkpoint was
+    saved are not missing.
     """
     expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]
@@ -96,15 +97,21 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     missing, foreign = _differences(checkpoint, slots, buffers, with_states=with_states)
     missing += sorted(modules.keys() - checkpoint.meta.extra_states.keys())
     foreign += sorted(checkpoint.meta.extra_states.keys() - modules.keys())
+    frozen = {slot.name for _, slot in slots if not slot.trainable}
+    excluded = frozen.intersection(missing, checkpoint.meta.excluded)
+    missing = [name for name in missing if name not in excluded]
     if strict and (missing or foreign):
         raise CheckpointError(
             f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
             f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
             + ("" if checkpoint.meta.steps or not with_states else WEIGHTS_ALONE)
         )
-    unexpected = sorted(set(missing).difference(checkpoint.meta.excluded))
-    if unexpected:
-        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(unexpected[:5]))
+    if missing:
+        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
+    if excluded:
+        log.info(
+            "%s: saved without %d frozen parameters, which stay as they are", checkpoint.path, len(excluded)
+        )
     taken = [(record, slot) for record, slot in slots if slot.name in checkpoint.weights]
     continued = frozenset(
         slot.name

@@ -415,10 +415,12 @@ def _of_drive(drive: Drive, *, is_virtual: bool) -> Iterator[Finding]:
             "a directory on ext4 or xfs",
         )
     if drive.rotational and drive.read_bytes_per_s is None:
-        # A virtual machine's disk says this of any drive behind it.
+        asks = "offloadzero bench nvme, or --measure, tells what this one gives"
         yield Finding(
             f"{at} is on a disk that says it rotates",
-            "such disks give 0.2 GB/s; offloadzero bench nvme, or --measure, tells what this one gives",
+            f"a virtual machine's disk says so of any drive behind it; {asks}"
+            if is_virtual
+            else f"such disks give 0.2 GB/s; {asks}",
             None if is_virtual else "name a directory on an NVMe drive",
             Severity.NOTE if is_virtual else Severity.HURTS,
         )

@@ -287,7 +287,9 @@ _BF16: dict[str, KeySpec] = {
 }
 
 _ZERO: dict[str, KeySpec] = {
-    "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed, and what ranks divide"),
+    "stage": _use(
+        "0, 1, 2 or 3, `true` is 1: which offload blocks are allowed, and what ranks divide; 0, nothing, when absent"
+    ),
     "offload_param": _use("home of the parameters at stage 3; below it a warning says that it has no effect"),
     "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
     "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),
@@ -450,7 +452,9 @@ _CHECKPOINT: dict[str, KeySpec] = {
     "tag_validation": _accept(
         "rank 0 writes under its own; ranks that would load different ones load none", _TEXT
     ),
-    "load_universal": _accept("checkpoints of DeepSpeed are not read, universal or not", _BOOL, False),
+    "load_universal": _accept(
+        "DeepSpeed's checkpoints are read by offloadzero convert, universal ones not", _BOOL, False
+    ),
     "use_node_local_storage": _accept("checkpoints are written to save_dir", _BOOL, False),
     "checkpoint_serialization": _accept("tensors are written as safetensors", _BOOL),
     "parallel_write": _accept("one process writes, unit by unit"),
@@ -464,11 +468,12 @@ _DATA_TYPES: dict[str, KeySpec] = {
     "keep_in_fp32_modules": _accept("buffers keep their own dtype"),
 }
 
-_NO_TENSOR_PARALLELISM = "there is no tensor parallelism"
+_NO_TENSOR_PARALLELISM = "the model is not divided here"
+_DIVIDED_BY_THE_SCRIPT = "the model is not divided here: divide it, and pass initialize(mpu=...)"
 _TENSOR_PARALLEL: dict[str, KeySpec] = {
-    "autotp_size": _refuse("tensor parallelism is not built: allowed 0, 1", _NUMBER, 0, 1),
-    "tensor_parallel": _refuse("tensor parallelism is not built", Kind.ANY, {}, {"tp_size": 1}),
-    "tp": _refuse("tensor parallelism is not built", Kind.ANY, {}, {"tp_size": 1}),
+    "autotp_size": _refuse(f"{_DIVIDED_BY_THE_SCRIPT}; allowed 0, 1", _NUMBER, 0, 1),
+    "tensor_parallel": _refuse(_DIVIDED_BY_THE_SCRIPT, Kind.ANY, {}, {"tp_size": 1}),
+    "tp": _refuse(_DIVIDED_BY_THE_SCRIPT, Kind.ANY, {}, {"tp_size": 1}),
     **{
         key: _accept(_NO_TENSOR_PARALLELISM)
         for key in (

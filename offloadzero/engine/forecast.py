@@ -124,7 +124,8 @@ def forecast_step(
         hardware = replace(hardware, rates=shown)
     found = hardware.forecast(step)
     if found.seconds is None or found.lane is None:
-        raise NoForecastError(f"no rate or no count of {', '.join(found.unknown) or 'anything that moves'}")
+        unknown = ", ".join(map(hardware.unknown_rate, found.unknown))
+        raise NoForecastError(f"no rate or no count of {unknown or 'anything that moves'}")
     return PlannedStep(
         seconds=found.seconds,
         lanes_s=found.lanes_s,

@@ -216,13 +216,14 @@ class Runtime:
             collectives=self.group.collectives,
             forecast=self._prepare_forecast(),
             num_local_ranks=self.group.local_world_size,
+            is_first=self.group.is_first,
         )
         _live.add(self)
         if multiprocessing.parent_process() is not None:
             _close_at_exit_of_child(os.getpid())
-        for notice in self.config.notices:
-            log.info("%s", notice)
         if self.group.is_first:
+            for notice in self.config.notices:
+                log.info("%s", notice)
             leaves = idle_leaf_modules(self.model, self.config.units.leaf_modules)
             for line in (*idle_rules(self.records, self.config), *leaves):
                 log.warning("%s", line)

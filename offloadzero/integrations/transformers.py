@@ -29,7 +29,8 @@ class CollectiveSaving:
     """Put before a Trainer's class: `class Offloaded(CollectiveSaving, Trainer): ...`.
 
     The Trainer has rank 0 save alone. Where ranks have parts of weights and states all of them read, and rank 0 writes:
-    a model of transformers in files of `max_shard_size`, one of which is in memory at a time. Its checkpoints have the
+    a model of transformers in files of `max_shard_size`, one of which is in memory at a time, and of a PEFT model the
+    adapters alone, as `PeftModel.from_pretrained(base, folder)` loads them. Its checkpoints have the
     optimizer's states as this package's, which are written and read one after the other; the Trainer by itself reads
     them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, and for
     `save_on_each_node`.

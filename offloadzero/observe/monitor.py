@@ -98,12 +98,14 @@ class StepMonitor:
         collectives: ReadCollectives = dict,
         forecast: MakeForecast | None = None,
         num_local_ranks: int = 1,
+        is_first: bool = True,
     ) -> None:
         """Begin the training: `description` holds for the whole run, `collectives` reads those of the ranks so far.
 
         `forecast` makes the forecast of a step, on the training thread when the first one has run, and may raise
-        NoForecastError. `num_local_ranks` share the cores of this machine.
+        NoForecastError. `num_local_ranks` share the cores of this machine. Of several ranks the first one logs.
         """
+        self._logs &= is_first
         if num_local_ranks > 1:
             self._num_cores /= num_local_ranks
         if forecast is not None and self.is_on:

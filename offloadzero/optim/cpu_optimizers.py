@@ -31,8 +31,8 @@ class CPUAdam(CPUOptimizer):
 
     Parameters are bf16, fp16 or fp32, dense, on the CPU; their gradients may be of any of the three dtypes.
     State per parameter, in the parameter's shape: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (fp32),
-    and what completes the fp32 master weight: `master_remainder` for bf16, of [Note: bf16 split] in
-    csrc/cpu_adam/remainders.h, and `master` (fp32) for fp16.
+    and what completes the fp32 master weight: `master_remainder` for bf16, the low 16 bits of its pattern as a signed
+    number, and `master` (fp32) for fp16.
     The master decides: after the first step, writing to an fp16 parameter from outside has no effect unless
     its state is dropped, and writing to a bf16 parameter keeps the old remainder (at most half a unit in the
     last place).
@@ -45,12 +45,12 @@ class CPUAdam(CPUOptimizer):
         weight_decay: decoupled with `adamw_mode`, otherwise added to the gradient (L2).
         bias_correction: divide the moments by 1 - beta**step.
         state_layout: "fp32", or "compact": contiguous bf16 parameters take 5.06 bytes with all of their state
-            instead of 12, and are updated nearly as exactly (docs/compact.md); others keep the fp32 layout. Their
+            instead of 12, and are updated nearly as exactly; others keep the fp32 layout. Their
             state has the tensors of `optim.compact_tensors` in the place of exp_avg and exp_avg_sq.
         num_threads: threads of one update; None is `native.kernels.DEFAULT_NUM_THREADS`.
 
-    The state_dict is torch.optim.AdamW's: [Note: CPU optimizer state_dict]; a group with amsgrad is refused. That of
-    a compact state has tensors of its own. Either layout loads the other's, and AdamW's.
+    The state_dict is torch.optim.AdamW's, and is loaded by copy; a group with amsgrad is refused. That of a compact
+    state has tensors of its own. Either layout loads the other's, and AdamW's.
     Raises ConfigError for a parameter or an option it cannot train with.
     """
 
@@ -186,7 +186,7 @@ class CPUAdagrad(CPUOptimizer):
     """Adagrad (Duchi et al. 2011) as torch.optim.Adagrad does it, on the CPU.
 
     Parameters and master weights as for CPUAdam; the state is `step` (fp32 scalar) and `sum` (fp32), the sum of
-    the squared gradients. The state_dict is torch.optim.Adagrad's: [Note: CPU optimizer state_dict].
+    the squared gradients. The state_dict is torch.optim.Adagrad's.
 
     Args:
         params: parameters or parameter groups.

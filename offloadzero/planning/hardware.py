@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -31,6 +31,8 @@ from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
+from offloadzero.observe.forecast import FILE_ENGINE, PYTHON
+from offloadzero.observe.timeline import COMPUTE, D2H, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE
 from offloadzero.planning.machine import (
     describe_machine,
     describe_path,
@@ -60,6 +62,8 @@ FORMAT = "offloadzero.hardware"
 FORMAT_VERSION = 1
 KEY = "--hardware"
 MOST_MODELS = 64  # whose rates are kept; the oldest are forgotten
+# The rates of lanes that are not called as the lane is.
+_RATE_OF_LANE = {COMPUTE: "flops", PYTHON: "unit_s", FILE_ENGINE: "nvme_cpu_s_per_byte"}
 _DTYPES, _LAYOUTS = tuple(DTYPE_NAMES.values()), (FP32, COMPACT)
 _TABLES = {  # tables of Rates, and the names in them: dtypes, layouts or kinds of work
     **dict.fromkeys(("flops", "gradient_flops", "core_shares"), _DTYPES),
@@ -119,6 +123,20 @@ class Hardware:
     def simulated(self, step: Step) -> SimulatedStep | None:
         """Simulate a step on this machine; None: a rate, the operations or the work by unit are not known."""
         return simulated(step, self.rates_of(step), **self._kind)
+
+    def unknown_rate(self, lane: str) -> str:
+        """Return a lane with the key of the rate that it lacks, where a rate is what lacks."""
+        on_cpu = {H2D: "copy", D2H: "copy", DEVICE_UPDATE: "update"} if self.device_is_cpu else {}
+        name = (_RATE_OF_LANE | on_cpu).get(lane, lane.replace(" ", "_"))
+        return lane if getattr(self.rates, name, None) else f"{lane} (rates.{name})"
+
+    def unknown_of_drive(self, lanes: Collection[str]) -> Iterator[str]:
+        """Yield what a forecast of a step that moves bytes on `lanes` leaves out without a mixed rate."""
+        if {NVME_READ, NVME_WRITE} <= set(lanes) and self.rates.nvme_mixed is None:
+            yield (
+                "what the drive loses with reads and writes at once: no mixed rate is known (mixed_gb_per_s of a "
+                "cluster's drives, nvme_mixed of rates), which `offloadzero bench nvme` measures"
+            )
 
     @property
     def _kind(self) -> dict[str, Any]:

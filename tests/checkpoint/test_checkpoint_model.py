@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -201,9 +202,32 @@ def test_a_parameter_with_the_name_of_another_optimizer_s_state_comes_back(
     saved, loaded = engines
     # Without the frozen parameter its states are nobody's names.
     saved.save_checkpoint(tmp_path / "saved", tag="a", exclude_frozen_parameters=True)
-    loaded.load_checkpoint(tmp_path / "saved", tag="a", load_module_strict=False)
+    loaded.load_checkpoint(tmp_path / "saved", tag="a")
     assert whole_state(loaded)["steps"] == whole_state(saved)["steps"]
     assert all(torch.equal(all_states(loaded)[key], value) for key, value in all_states(saved).items())
+
+
+def test_frozen_parameters_that_a_checkpoint_was_saved_without_stay_as_the_model_has_them(
+    engine_of: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They need no load_module_strict=False, under which others could be missing too; a trained one is missing."""
+    caplog.set_level(logging.INFO, "offloadzero.checkpoint")
+
+    def net(scale: float, *, trained: bool = False) -> Net:
+        model = Net()
+        model.scale = nn.Parameter(torch.full((17,), scale), requires_grad=trained)
+        return model
+
+    saved, loaded = engine_of(net(1.0)), engine_of(net(2.0), seed=1)
+    train(saved, 1)
+    saved.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+    loaded.load_checkpoint(tmp_path / "saved")
+    assert whole_state(loaded)["steps"] == whole_state(saved)["steps"]
+    assert loaded.module.scale.tolist() == [2.0] * 17
+    assert torch.equal(loaded.module.embed.weight, saved.module.embed.weight)
+    assert "saved without 1 frozen parameters, which stay as they are" in caplog.text
+    with pytest.raises(CheckpointError, match="missing scale, "):
+        engine_of(net(2.0, trained=True)).load_checkpoint(tmp_path / "saved")
 
 
 def test_a_frozen_parameter_that_came_later_can_be_left_out(

@@ -222,6 +222,34 @@ def test_the_write_limit_holds(tmp_path: Path, shm_path: Path) -> None:
     assert any("--write-limit" in note for note in result["notes"])
 
 
+def test_each_mixed_sample_has_writes_where_few_are_allowed(shm_path: Path, tmp_path: Path) -> None:
+    """Once the allowance was spent reads alone passed for mixed traffic, and chose the setting."""
+    file = tmp_path / "result.json"
+    arguments = ["--size", "16MiB", "--write-limit", "96MiB", "--time", "4s", "--json", str(file)]
+    assert main(["bench", "nvme", str(shm_path), *arguments]) == 0
+    result = json.loads(file.read_text())
+    mixed = [sample for sample in result["samples"] if sample["traffic"] == "mixed"]
+    assert all(sample["bytes_written"] > 0 for sample in mixed)
+    first = result["samples"][1]["point"]
+    assert len({json.dumps(sample["point"]) for sample in mixed}) > 1
+    assert {sample["phase"] for sample in mixed if sample["point"] == first} == {"coarse", "confirm"}
+    assert result["config"]
+
+
+def test_nothing_is_recommended_where_the_default_has_no_mixed_rate(
+    shm_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    arguments = ["--size", "16MiB", "--write-limit", "20MiB", "--time", "2s", "--json", str(file)]
+    assert main(["bench", "nvme", str(shm_path), *arguments]) == 0
+    result = json.loads(file.read_text())
+    assert "mixed" not in {sample["traffic"] for sample in result["samples"]}
+    assert (result["config"], result["meaning"]) == (None, None)
+    out = capsys.readouterr().out
+    assert "No setting is recommended: mixed traffic of the default setting was not measured" in out
+    assert '"aio"' not in out
+
+
 # --- Decisions ---
 
 

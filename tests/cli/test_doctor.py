@@ -156,6 +156,9 @@ def test_a_virtual_disk_may_be_fast_whatever_it_says() -> None:
     drive = replace(DRIVE, rotational=True, read_bytes_per_s=None)
     (found,) = check(replace(GOOD, is_virtual=True, drives=(drive,)))
     assert found.severity is Severity.NOTE
+    assert "0.2 GB/s" not in found.costs
+    (found,) = check(replace(GOOD, drives=(drive,)))
+    assert "0.2 GB/s" in found.costs
 
 
 @pytest.mark.parametrize(

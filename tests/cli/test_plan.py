@@ -61,6 +61,29 @@ def test_what_does_not_fit_is_said_with_what_would(plan_text: PlanText) -> None:
     assert "The smallest change with which it fits: offloadzero.budgets.host = " in text
 
 
+def test_training_without_clipping_is_named_as_another_training(plan_text: PlanText) -> None:
+    small = replace(MACHINE, memory=Memory(host=310 * MIB, nvme=8 * GIB))
+    keys: dict[str, Any] = {"machine": small, "placement": "host", "model": "llama:256/2/2/9000"}
+    text = plan_text(gradient_clipping=1.0, status=FAILURE, **keys)
+    said = re.search(r"If you train without clipping.* keeps none of the ([0-9.]+ MiB) of gradients", text)
+    assert said is not None
+    assert f"home: grad                     {said[1]}" in text
+    assert "without clipping" not in plan_text(gradient_clipping=0.0, status=FAILURE, **keys)
+    assert "without clipping" not in plan_text(
+        gradient_clipping=1.0, gradient_accumulation_steps=2, status=FAILURE, **keys
+    )
+
+
+def test_a_drive_without_a_mixed_rate_and_a_missing_rate_are_named_by_their_key(plan_text: PlanText) -> None:
+    assert "no mixed rate is known" not in plan_text(placement="nvme")
+    unmixed = replace(MACHINE, rates=replace(KNOWN, nvme_mixed=None))
+    text = plan_text(placement="nvme", machine=unmixed)
+    assert "no mixed rate is known (mixed_gb_per_s of a cluster's drives, nvme_mixed of rates)" in text
+    unknown = replace(MACHINE, rates=replace(KNOWN, nvme_cpu_s_per_byte=None))
+    text = plan_text(placement="nvme", machine=unknown)
+    assert "no rate or no count of file engine (rates.nvme_cpu_s_per_byte)." in text
+
+
 def test_memory_of_the_device_that_is_left_is_named_where_it_makes_the_step_faster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +254,10 @@ def test_bytes_alone_need_no_rates(plan_text: PlanText) -> None:
     assert "A step takes" not in text
     no_rates = replace(MACHINE, rates=replace(KNOWN, nvme_read=None, flops={}))
     text = plan_text("--tokens", "1m", machine=no_rates)
-    assert "The step's time is not forecast: no rate or no count of compute, nvme read." in text
+    assert (
+        "The step's time is not forecast: no rate or no count of compute (rates.flops), nvme read (rates.nvme_read)."
+        in text
+    )
     assert re.search(r"1,000,000 tokens: 31,250 steps, \S+ \wiB written to the drives", text), (
         "bytes need no rates"
     )

@@ -184,7 +184,7 @@ def test_ranks_have_their_table(tmp_path: Path) -> None:
     assert [row[0] for row in stages["rows"]] == ["0", "1", "2", "3"]
     assert len(stages["notes"]) == sum(bool(stage["refusal"]) for stage in answer["stages"])
     assert page.data["summary"].startswith(
-        "The step's time is not forecast: no rate or no count of collectives; "
+        "The step's time is not forecast: no rate or no count of collectives (rates.collectives); "
     )
     assert page.tags == TEMPLATE_TAGS
 

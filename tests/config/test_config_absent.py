@@ -18,6 +18,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "aio.queue_depth": ("32 when", lambda c: c.aio.queue_depth == 32),
     "aio.intra_op_parallelism": ("1 when", lambda c: c.aio.num_threads == 1),
     "offloadzero.aio.transfer_timeout_s": ("no limit when", lambda c: c.aio.transfer_timeout_s is None),
+    "zero_optimization.stage": ("0, nothing, when", lambda c: c.zero_stage == 0),
     "zero_optimization.offload_param.device": ("none when", lambda c: c.placement.rules == ()),
     "zero_optimization.offload_optimizer.device": ("none when", lambda c: c.placement.rules == ()),
     "zero_optimization.offload_param.pin_memory": ("true when", lambda c: c.pin_memory),

@@ -284,7 +284,9 @@ def test_a_data_loader_needs_its_batch_size(micro: object, opened: list[Any]) ->
     data = torch.utils.data.TensorDataset(torch.zeros(8, 5))
     config = on_cpu(gradient_clipping=0.0, train_micro_batch_size_per_gpu=micro)
     model = linear()
-    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu = None: a number: the DataLoader"):
+    with pytest.raises(
+        ConfigError, match=f"train_micro_batch_size_per_gpu = {micro!r}: a number: the DataLoader"
+    ):
         offloadzero.initialize(model=model, config=config, optimizer=adamw(model), training_data=data)
     config["train_micro_batch_size_per_gpu"] = 4
     engine, _, loader, _ = offloadzero.initialize(
@@ -415,7 +417,10 @@ def test_numbers_for_booleans(number: float, word: bool) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, r"tensor_parallel\.tp = .*tensor parallelism is not"),
+        (
+            {"tensor_parallel": {"tp": {"tp_size": 2}}},
+            r"tensor_parallel\.tp = .*the model is not divided here",
+        ),
         (
             {"weight_quantization": {"a": {"num_bits": 4}}},
             "weight_quantization = .*quantized weights are not",

@@ -364,13 +364,14 @@ def test_the_order_of_the_data_is_deepspeeds(engine: offloadzero.Engine) -> None
     assert torch.cat(list(engine.deepspeed_io(data, 4, route="eval"))).tolist() == data  # type: ignore[arg-type]
 
 
-def test_data_needs_a_batch_size() -> None:
+@pytest.mark.parametrize("size", [None, "auto"])
+def test_data_needs_a_batch_size(size: str | None) -> None:
     """And it is said before the model is touched."""
     model = make_model()
     before = model.emb.weight.untyped_storage().nbytes()
-    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu = None: a number"):
+    with pytest.raises(ConfigError, match=rf"train_micro_batch_size_per_gpu = {size!r}: a number"):
         offloadzero.initialize(
-            model=model, config=config(train_micro_batch_size_per_gpu=None), training_data=torch.zeros(4, 3)
+            model=model, config=config(train_micro_batch_size_per_gpu=size), training_data=torch.zeros(4, 3)
         )
     assert model.emb.weight.untyped_storage().nbytes() == before
 

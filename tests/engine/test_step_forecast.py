@@ -157,7 +157,7 @@ def test_rates_are_read_from_where_the_plan_keeps_them(
         (json.dumps(machine), "forecast "),
         (json.dumps({**machine, "identity": {}}), "this machine has not been measured"),
         ("{", "what was measured of this machine is not used: --hardware = "),
-        (json.dumps({**machine, "rates": {}}), "no rate or no count of compute, "),
+        (json.dumps({**machine, "rates": {}}), "no rate or no count of compute (rates.flops), "),
     ):
         kept.write_text(text)
         caplog.clear()

@@ -314,7 +314,7 @@ def test_what_it_says_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*arguments, "--tokens", "1m"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "One of 16 ranks, 8 on each of 2 machines: H200",
+        "One of 16 ranks, 8 on each of 2 machines: H200; zero_optimization.stage is 3",
         "tokens/s of 16 ranks, ",
         "TFLOPS on each device",
         "longest lane",
@@ -355,7 +355,10 @@ def test_a_machine_s_ranks_need_a_rate_between_them(
     arguments = words(tmp_path, MACHINE.to_json(), "llama:64/3/4/101", "--ranks", "4", "--local-ranks", "2")
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "The step's time is not forecast: no rate or no count of collectives; --hardware takes" in text
+    assert (
+        "The step's time is not forecast: no rate or no count of collectives (rates.collectives); --hardware"
+        in text
+    )
     known = replace(MACHINE, rates=replace(MACHINE.rates, collectives=1e9))
     (tmp_path / "cluster.json").write_text(json.dumps(known.to_json()))
     assert main(arguments) == 0

@@ -195,3 +195,7 @@ def test_the_page_says_what_is_short_where_one_tier_has_all_frozen_weights(
     assert main([*words, "--hardware", str(HARDWARE / "h100.json"), "--no-time"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert f"`{config}`: {next(line for line in said if line.startswith('It does not fit'))}" in section()
+
+
+def test_the_page_of_the_machines_has_the_file_of_one() -> None:
+    assert (HARDWARE / "one_24gb.json").read_text() in (HARDWARE / "README.md").read_text()

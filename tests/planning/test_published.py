@@ -103,6 +103,7 @@ def test_the_command_says_it_by_stage(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["plan", "--model", "gpt:256/4/4/2000", "--config", str(config), "--no-time", "--ranks", "4"]
     assert main(words) == 0
     text = capsys.readouterr().out
+    assert "One of 4 ranks; zero_optimization.stage is " in text
     assert "One of 4 ranks, by stage of ZeRO:" in text
     assert "Stage 2 is refused: offloadzero.placement.param = 'host'" in text
     assert main([*words, "--json", "-"]) == 0

@@ -215,6 +215,17 @@ def test_a_drive_that_mixes_badly_is_bound_by_what_it_does_best() -> None:
     assert found.alone_s >= found.seconds
 
 
+def test_the_mixed_rate_counts_in_the_bound_and_where_nothing_overlaps() -> None:
+    """All bytes went at the rate of reads, the fastest one; and without overlap the drive was as if it never mixed."""
+    uneven = replace(KNOWN, nvme_read=6e9, nvme_write=2e9, nvme_mixed=3e9)
+    step = step_of({AFTER: {NVME_READ: int(60e9), NVME_WRITE: int(60e9)}})
+    found = forecast(step, uneven, num_cores=2, device_is_cpu=False)
+    assert found.lanes_s[NVME_MIXED] == pytest.approx(60 / 6 + 60 / 3), "writes are never faster than that"
+    bad = forecast(step, replace(uneven, nvme_mixed=1e9), num_cores=2, device_is_cpu=False)
+    others = sum(s for lane, s in bad.lanes_s.items() if not lane.startswith("nvme"))
+    assert bad.alone_s == pytest.approx(max(120 / 1 + others, 120 / 1 / OVERLAP))
+
+
 @pytest.mark.parametrize("lane", [*LANES, COMPUTE, PYTHON])
 def test_a_rate_that_is_not_known_is_said(lane: str) -> None:
     names = {UPDATE: "update", DEVICE_UPDATE: "device_update", COMPUTE: "flops", PYTHON: "unit_s"}

@@ -42,13 +42,14 @@ def train(rank: int, name: str, directory: str) -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("offloadzero.steps")
+    logger = logging.getLogger("offloadzero")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     torch.manual_seed(1)
     model = Sending() if name == "sends itself" else TinyModel()
     own = {"observe": {"run_dir": f"{directory}/{name}"}, "placement": {"param": "host", "states": "nvme"}}
-    config = merge(make_config("host", directory, clipping=1.0), {"offloadzero": own})
+    others = {"wall_clock_breakdown": True}  # of which a notice says that it changes nothing
+    config = merge(make_config("host", directory, clipping=1.0), {**others, "offloadzero": own})
     os.environ["XDG_CACHE_HOME"] = f"{directory}/nowhere" if name == "not measured" else directory
     engine, *_ = offloadzero.initialize(model=model, config=config)
     losses = []
@@ -61,7 +62,7 @@ def train(rank: int, name: str, directory: str) -> dict[str, Any]:
         losses.append(loss.item())
     engine.close()
     logger.removeHandler(handler)
-    return {"losses": losses, "said": [line for line in said if not line.startswith("step ")]}
+    return {"losses": losses, "said": [line for line in said if "forecast" in line], "all": said}
 
 
 def work(rank: int, directory: str) -> dict[str, Any]:
@@ -106,6 +107,12 @@ def test_the_first_rank_says_it_after_ten_steps(by_rank: list[dict[str, Any]], d
     assert planned["lanes_s"]["collectives"] > 0
     run = json.loads((directory / "plain" / "run.json").read_text())
     assert run["num_cores"] == len(os.sched_getaffinity(0)) / NUM_RANKS
+
+
+def test_the_first_rank_alone_logs_notices_and_steps(by_rank: list[dict[str, Any]]) -> None:
+    for begin, count in (("step ", MIN_STEPS), ("wall_clock_breakdown", 1)):
+        said = [[line for line in found["plain"]["all"] if line.startswith(begin)] for found in by_rank]
+        assert [len(lines) for lines in said] == [count, 0], begin
 
 
 def test_a_rank_that_others_wait_for_shows_in_the_collectives(by_rank: list[dict[str, Any]]) -> None:

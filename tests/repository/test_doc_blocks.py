@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import runpy
@@ -138,6 +139,19 @@ def engine_that_has_trained() -> dict[str, Any]:
     return {"engine": engine, "offloadzero": offloadzero, **names}
 
 
+def engine_with_data() -> dict[str, Any]:
+    """After three micro batches of the second epoch: of four each, and one a step."""
+    data = torch.arange(8 * 6).view(8, 6) % 50
+    engine, _, loader, _ = offloadzero.initialize(
+        model=TinyModel(), config=settings(placement="host"), training_data=data
+    )
+    assert loader is not None
+    for batch in [*loader, *itertools.islice(loader, 3)]:
+        engine.backward(engine(batch))
+        engine.step()
+    return {"engine": engine, "loader": loader}
+
+
 def matrices_and_others() -> dict[str, Any]:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
@@ -170,6 +184,7 @@ NAMES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "docs/index.md": nothing,
     "docs/checkpoints.md": engine_that_has_trained,
     "docs/engine.md": matrices_and_others,
+    "docs/from-deepspeed.md": engine_with_data,
     "docs/ranks.md": lambda: {
         "transformers": transformers,
         "model": nn.Sequential(Experts(), Experts()),
@@ -202,6 +217,18 @@ def test_python_runs(page: str, text: str, tmp_path: Path, monkeypatch: pytest.M
     for name in ("engine", "optimizer"):
         if hasattr(names.get(name), "close"):
             names[name].close()
+
+
+def test_a_resumed_epoch_goes_on_with_the_batch_that_is_next() -> None:
+    (text,) = [
+        text for page, kind, text, _ in BLOCKS if page == "docs/from-deepspeed.md" and kind == "python"
+    ]
+    names = engine_with_data()
+    exec(compile(text, "from-deepspeed.md", "exec"), names)
+    names["loader"].sampler.set_epoch(1)
+    (left,) = names["rest"]
+    assert torch.equal(left, list(names["loader"])[3])
+    names["engine"].close()
 
 
 def new_side(diff: str) -> str:

@@ -30,6 +30,7 @@ from offloadzero.cli.bench.results import (
 from offloadzero.cli.bench.traffic import (
     MIB,
     NUM_CHUNKS_IN_FLIGHT,
+    STATE_BYTES_PER_PARAM,
     Point,
     RandomMemory,
     Sample,
@@ -57,6 +58,7 @@ MIN_SIZE = 16 * MIB
 MIN_TIME_S = 1.0
 WRITE_LIMIT_FACTOR = 32
 _SUSTAINED_SHARE = 0.35  # of the bytes that may be written: kept for the phase after the sweep
+_CONFIRM_SHARE = 0.5  # of those of the sweep
 _MAX_MEMORY_BYTES = 320 * MIB
 _LARGEST_OPERATION = 16 * MIB
 _FREE_MARGIN_BYTES, _FREE_MARGIN_SHARE = 1024 * MIB, 0.05
@@ -245,7 +247,7 @@ class _Run:
         self._in_memory = [entry["filesystem"] in MEMORY_FILESYSTEMS for entry in described]
         self._backends, self._backend_words = available_backends()
         self._allowance = WriteAllowance(limit * len(files))
-        self._allowance.held_bytes = int((limit - size) * len(files) * _SUSTAINED_SHARE)
+        self._sustained_bytes = int((limit - size) * len(files) * _SUSTAINED_SHARE)
         self._memory = RandomMemory(min(_MAX_MEMORY_BYTES, max(size, 3 * _LARGEST_OPERATION)))
         self._refusals: dict[Point, str] = {}
         self._direct_reasons: dict[int, str] = {}
@@ -256,6 +258,8 @@ class _Run:
         self._ends_s = phase_ends(time_s - min(0.3, 0.15 * time_s), num_paths=len(files))
         self._end_s = 0.0  # of the present phase
         self._sample_s = 0.0
+        self._share_bytes = 0  # what a sample of the present phase may write
+        self._is_short = False
 
     def measure(self) -> None:
         self._begin("fill", "first write")
@@ -350,7 +354,9 @@ class _Run:
         wanted = [(point, traffic) for point in points for traffic in _ORDER]
         left_s = self._end_s - self._elapsed_s()
         self._sample_s = sample_seconds(left_s, len(wanted), time_s=self._time_s)
-        for point, traffic in wanted:
+        sweep_bytes = self._allowance.limit_bytes - self._allowance.used_bytes - self._sustained_bytes
+        self._allowance.held_bytes = self._sustained_bytes + int(sweep_bytes * _CONFIRM_SHARE)
+        for point, traffic in self._share_writes(wanted):
             if not self._fits():
                 break
             self._take(traffic, point)
@@ -362,21 +368,26 @@ class _Run:
         """
         candidates = ranked(self._scores(Traffic.MIXED))[:2]
         wanted = {
-            traffic: dict.fromkeys([*ranked(scores)[:1], *candidates, reference_point(self._backends[0])])
+            traffic: dict.fromkeys([reference_point(self._backends[0]), *ranked(scores)[:1], *candidates])
             for traffic in _ORDER
             if (scores := self._scores(traffic))
         }
-        self._rounds([partial(self._take, traffic, point) for traffic in wanted for point in wanted[traffic]])
+        self._allowance.held_bytes = self._sustained_bytes
+        pairs = [(point, traffic) for traffic in wanted for point in wanted[traffic]]
+        num_rounds = (self._end_s - self._elapsed_s()) / (1.5 * self._sample_s * max(len(pairs), 1))
+        shared = self._share_writes(pairs, num_rounds=max(int(num_rounds), 1))
+        self._rounds([partial(self._take, traffic, point) for point, traffic in shared])
 
     def _scaling(self) -> None:
-        """Measure each path alone and all together, at the point that will be recommended.
+        """Measure each path alone and all together, at the point that will be recommended (the default where none is).
 
         A path without the others, or the others without it, says nothing: the first round ends in the time of the
         later phase if it must.
         """
-        point = results.chosen_point(self.samples, self._backends)
+        point = results.chosen_point(self.samples, self._backends) or reference_point(self._backends[0])
         groups = [*((index,) for index in self._all), self._all]
         takes = [partial(self._take, traffic, point, paths=paths) for traffic in _ORDER for paths in groups]
+        self._share_writes([(point, traffic) for traffic in _ORDER for _ in groups])
         self._end_s = self._ends_s["sustained"]
         self._rounds(takes, num_rounds=1)
         if not self._fits():
@@ -386,17 +397,62 @@ class _Run:
 
     def _sustained(self) -> None:
         """Write continuously for the rest of the time and of the allowance."""
-        if self._allowance.left_bytes < self._shape.operation_bytes * 2:
-            self._notes.append("writes of the sweep ended early at the write limit: --write-limit raises it")
+        if self._is_short:
+            self._notes.append(
+                "the write limit left no mixed or write samples of some settings: --write-limit raises it"
+            )
         self._allowance.held_bytes = 0
-        scores = self._scores(Traffic.WRITE)
+        best = (*ranked(self._scores(Traffic.WRITE)), reference_point(self._backends[0]))[0]
         seconds = self._end_s - self._elapsed_s()
-        if scores and seconds >= self._sample_s:
+        if seconds >= self._sample_s:
             # The drain and the last fdatasync are part of the time, too.
             seconds -= min(0.5, seconds / 4)
-            self._take(Traffic.WRITE, ranked(scores)[0], seconds=seconds, with_timeline=True)
+            self._take(Traffic.WRITE, best, seconds=seconds, with_timeline=True)
 
     # --- Samples ---
+
+    @property
+    def _round_bytes(self) -> int:
+        """What mixed traffic has in flight: each of its slots reads so much of this in a row, and then writes it."""
+        return NUM_CHUNKS_IN_FLIGHT * STATE_BYTES_PER_PARAM * self._shape.chunk_elements
+
+    def _share_writes(
+        self, wanted: Sequence[tuple[Point, Traffic]], *, num_rounds: int = 1
+    ) -> list[tuple[Point, Traffic]]:
+        """Divide what may be written in this phase among its samples; return those that get enough to be counted.
+
+        Mixed traffic decides: where not all can be had, only the reference is measured with writes alone, and then the
+        last points go without.
+        """
+        left_bytes, needed_bytes = max(self._allowance.left_bytes, 0), 2 * self._round_bytes
+        writers = [pair for pair in wanted if pair[1] is not Traffic.READ]
+        if len(writers) * needed_bytes > left_bytes:
+            self._is_short = True
+            reference = (reference_point(self._backends[0]), Traffic.WRITE)
+            mixed = [pair for pair in writers if pair[1] is Traffic.MIXED]
+            writers = [*mixed, *(pair for pair in writers if pair == reference)][: left_bytes // needed_bytes]
+        num_writers = max(len(writers), 1)
+        num_rounds = max(min(num_rounds, left_bytes // (needed_bytes * num_writers)), 1)
+        self._share_bytes = left_bytes // (num_rounds * num_writers)
+        return [pair for pair in wanted if pair[1] is Traffic.READ or pair in writers]
+
+    def _most_bytes(
+        self, traffic: Traffic, seconds: float, *, is_cached: bool, is_shared: bool
+    ) -> int | None:
+        """Return how much a sample may move, 0 where its share of the allowance is spent; None: no limit."""
+        most = []
+        if (
+            is_cached
+        ):  # The page cache takes writes far faster than the drive: its content has to be written out.
+            least = 2 * self._round_bytes if traffic is Traffic.MIXED else 0
+            most.append(max(int(self._shape.rate_bps * seconds), least))
+        if is_shared and traffic is not Traffic.READ:
+            share = min(self._share_bytes, self._allowance.left_bytes)
+            if share < 2 * self._round_bytes:
+                return 0
+            # As much is read as written, and the last batch may go beyond.
+            most.append(share if traffic is Traffic.WRITE else 2 * share - self._round_bytes)
+        return min(most, default=None)
 
     def _take(
         self,
@@ -410,7 +466,8 @@ class _Run:
     ) -> Sample | None:
         """Measure in the present phase, and keep the sample. Raises AioError when an operation fails.
 
-        None: the engine refuses the point (see `_refusals`), or nothing could be counted in time.
+        None: the engine refuses the point (see `_refusals`), nothing could be counted in time, or too little may still
+        be written.
         """
         seconds, paths = self._sample_s if seconds is None else seconds, self._all if paths is None else paths
         try:
@@ -451,9 +508,12 @@ class _Run:
         cached = [self._files[i] for i, handle in handles if not handle.direct and not self._in_memory[i]]
         for file in cached:
             file.sync(drop_cache=True)
-        if cached and max_bytes is None:
-            # The page cache takes writes far faster than the drive: its content has to be written out.
-            max_bytes = int(self._shape.rate_bps * seconds)
+        if max_bytes is None:
+            max_bytes = self._most_bytes(
+                traffic, seconds, is_cached=bool(cached), is_shared=not with_timeline
+            )
+            if max_bytes == 0:
+                return None
         workload = self._workload(files, traffic, point)
         begun_s = time.monotonic()
         is_whole = bool(cached) or with_timeline
@@ -474,6 +534,8 @@ class _Run:
             count.end(time.monotonic())
         if not count.latencies_s or count.seconds <= 0.0:
             return None
+        if traffic is Traffic.MIXED and not count.bytes_written:
+            return None  # reads alone are not that traffic
         p50, p99 = np.percentile(count.latencies_s, (50, 99)).tolist()
         return Sample(
             phase=self._phase,

@@ -141,13 +141,10 @@ def _deciding(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
     return [sample for sample in swept if sample.phase == "confirm"] or swept
 
 
-def chosen_point(samples: Sequence[Sample], backends: Sequence[str]) -> Point:
-    """Return the setting to recommend: the best for mixed traffic, or for another where there is none."""
-    for traffic in (Traffic.MIXED, Traffic.READ, Traffic.WRITE):
-        rates = medians(samples, traffic)
-        if rates:
-            return recommend(rates, backends)
-    return reference_point(backends[0])
+def chosen_point(samples: Sequence[Sample], backends: Sequence[str]) -> Point | None:
+    """Return the best setting for mixed traffic; None where that of the default, to compare with, was not measured."""
+    rates = medians(samples, Traffic.MIXED)
+    return recommend(rates, backends) if reference_point(backends[0]) in rates else None
 
 
 def conclude(result: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -162,8 +159,10 @@ def conclude(result: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, 
             "sustained_write": sustained,
             "striping": _striping_rows(samples),
         },
-        "config": config_block(chosen, backends),
-        "meaning": _meaning(medians(samples, Traffic.MIXED).get(chosen), sustained, result["paths"]),
+        "config": config_block(chosen, backends) if chosen else None,
+        "meaning": _meaning(
+            medians(samples, Traffic.MIXED)[chosen] if chosen else None, sustained, result["paths"]
+        ),
     }
 
 
@@ -181,10 +180,13 @@ def config_block(point: Point, backends: Sequence[str]) -> dict[str, Any]:
     return block
 
 
-def _traffic_rows(samples: Sequence[Sample], traffic: Traffic, chosen: Point, reference: Point) -> list[Row]:
+def _traffic_rows(
+    samples: Sequence[Sample], traffic: Traffic, chosen: Point | None, reference: Point
+) -> list[Row]:
     rates = medians(samples, traffic)
     roles: dict[Point, list[str]] = {}
-    for role, points in (("best", ranked(rates)[:1]), ("config", [chosen]), ("default", [reference])):
+    configured = [chosen] if chosen else []
+    for role, points in (("best", ranked(rates)[:1]), ("config", configured), ("default", [reference])):
         for point in points:
             roles.setdefault(point, []).append(role)
     rows = []
@@ -289,6 +291,9 @@ def table(result: Mapping[str, Any]) -> list[str]:
         lines += ["", *_striping_table(results["striping"], result["arguments"]["paths"])]
     if result["notes"]:
         lines += ["", *(f"note: {note}" for note in result["notes"])]
+    if result["config"] is None:
+        why = "mixed traffic of the default setting was not measured: give more --time or a higher --write-limit"
+        return [*lines, "", f"No setting is recommended: {why}"]
     lines += ["", *_meaning_lines(result["meaning"])]
     return [*lines, "", "For the configuration:", "", *json.dumps(result["config"], indent=2).splitlines()]
 
@@ -369,9 +374,7 @@ def _striping_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     return text_table(("traffic", "path", "GB/s", "of the sum", "n"), body, num_left=2)
 
 
-def _meaning_lines(meaning: Row | None) -> list[str]:
-    if meaning is None:
-        return ["mixed traffic was not measured: give more --time or a higher --write-limit"]
+def _meaning_lines(meaning: Row) -> list[str]:
     per_billion_s, capacity = meaning["step_s_per_billion_params"], meaning["capacity_params"] / 1e9
     times = ", ".join(f"{count} billion {duration_text(count * per_billion_s)}" for count in (1, 7, 13, 70))
     return [

@@ -361,6 +361,8 @@ def pump(
         if not is_ending or is_counted_whole:
             count.complete(finished, now_s)
         is_ending |= count.seconds >= seconds or now_s >= deadline_s
+        if max_bytes is not None:  # queues that run empty have no rate
+            is_ending |= submitted_bytes >= max_bytes
         if not is_ending:
             for batch in finished:
                 submit_next(batch.slot)

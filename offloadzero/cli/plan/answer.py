@@ -64,6 +64,7 @@ from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_n
 from offloadzero.planning.model.shapes import MAX_LAYERS, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
 from offloadzero.planning.step.forecast import Step, plan_step
+from offloadzero.planning.update_rules import updates_in_backward
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
 from offloadzero.update.specs.adam import ADAM
@@ -464,6 +465,17 @@ def building_notes(answer: Answer) -> Iterator[str]:
         yield (
             "Built without zero.Init the whole model is in host memory before that: "
             f"{format_bytes(whole)} with Python and torch, {_beside_has(whole, memory.host)}"
+        )
+
+
+def without_clipping(answer: Answer) -> Iterator[str]:
+    """Yield a sentence about gradients that are kept for their norm alone. A search may not choose that."""
+    config, kept = answer.planned.config, answer.planned.plan.kept_grad_bytes
+    is_for_the_norm = config.gradient_clipping and config.batch.gradient_accumulation_steps == 1
+    if kept and is_for_the_norm and updates_in_backward(replace(config, gradient_clipping=0.0)):
+        yield (
+            'If you train without clipping, which is another training: with "gradient_clipping": 0 initialize() keeps '
+            f"none of the {format_bytes(kept)} of gradients."
         )
 
 

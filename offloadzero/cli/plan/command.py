@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
         default=THIS_MACHINE,
         metavar="probe|FILE",
         help="this machine (measured once, in a minute or two), a file that --hardware-out has written, or one that "
-        "describes a cluster (docs/plan.md)",
+        'describes a cluster (the page "What the plan counts")',
     )
     parser.add_argument(
         "--hardware-out", metavar="FILE", help="what was found out about the machine, for --hardware"

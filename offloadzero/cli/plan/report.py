@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offloadzero.cli.output import text_table
-from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes, step_of
+from offloadzero.cli.plan.answer import Answer, Planner, Question, building_notes, step_of, without_clipping
 from offloadzero.core.segments import TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
@@ -123,7 +123,7 @@ class Report:
         planned, beside = answer.planned, answer.beside
         yield self.head_line()
         if self.num_ranks > 1:
-            yield self.rank_line()
+            yield f"{self.rank_line()}; zero_optimization.stage is {planned.config.zero_stage}"
         yield from ("", planned.plan.table(), "", "Beside the plan:")
         of_trace = "not counted" if answer.trace is None else format_bytes(answer.trace.peak_bytes)
         yield f"    {'activations':<28}{of_trace:>12}"
@@ -202,10 +202,9 @@ class Report:
             yield "It fits."
             return
         if answer is not None:
-            short = ", ".join(
-                f"{tier.value} {format_bytes(size)}" for tier, size in answer.verdict.short.items()
-            )
+            short = ", ".join(f"{t.value} {format_bytes(size)}" for t, size in answer.verdict.short.items())
             yield f"It does not fit: {short} short."
+            yield from without_clipping(answer)
         yield f"The smallest change with which it fits: {self.change.text()}"
 
     def time_line(self) -> str:
@@ -214,7 +213,8 @@ class Report:
         if found is None:
             return ""
         if found.seconds is None or found.bound_s is None or found.alone_s is None:
-            what = ", ".join(found.unknown) or "anything that moves"
+            named = self.hardware.unknown_rate if self.cluster is None else str
+            what = ", ".join(map(named, found.unknown)) or "anything that moves"
             why = f" ({self.answer.unknown})" if self.answer is not None and self.answer.unknown else ""
             if COLLECTIVES in found.unknown:
                 why += "; --hardware takes the description of a cluster, which has the rates between ranks"
@@ -241,6 +241,7 @@ class Report:
         if self.answer is not None and self.step is not None:
             moved, config = self.step.traffic.lanes, self.answer.planned.config
             found += other_settings(config, moved, device_is_cpu=self.hardware.device_is_cpu)
+            found += self.hardware.unknown_of_drive(moved)
         return found
 
     def simulation_lines(self) -> Iterator[str]:
@@ -299,9 +300,8 @@ class Report:
             return [indent + name, size, known, *cells]
 
         rows = []
-        for name in _longest_first(
-            {**dict.fromkeys(moved.keys() - found.parts_s.keys(), 0.0), **found.lanes_s}
-        ):
+        unparted = dict.fromkeys(moved.keys() - found.parts_s.keys(), 0.0)
+        for name in _longest_first({**unparted, **found.lanes_s}):
             rows.append(row(name, found.lanes_s))
             if name == CORES:  # the work that shares them
                 rows += [row(part, found.parts_s, "  ") for part in _longest_first(found.parts_s)]
@@ -583,12 +583,12 @@ def _as_parts(sizes: list[tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    parts = sorted(phase.parts_s.items(), key=lambda part: -part[1])
+    parts = [[part, phase.parts_s[part]] for part in _longest_first(_done(phase.parts_s))]
     return {
         "name": phase.name,
         "seconds": phase.seconds,
         "lanes": _done(phase.lanes_s),
-        "parts": {CORES: [[part, seconds] for part, seconds in parts if seconds]} if parts else {},
+        "parts": {CORES: parts} if phase.parts_s else {},
         "bytes": _done(phase.num_bytes),
     }
 

@@ -32,8 +32,9 @@ Ranks are taken to be equally fast: none waits for another. The start of a colle
 
 [Note: one drive for both directions]
 Most drives share one limit between reads and writes. `mixed` is the rate of both together, and holds in each phase in
-which there are both, whichever of the model's phases they come from. The bound counts all bytes at the fastest of the
-drive's three rates: a schedule might keep the directions apart where that is faster, but cannot be faster than that.
+which there are both, whichever of the model's phases they come from. The bound counts the bytes of each direction at
+that rate or at its own, whichever is faster: a schedule might keep the directions apart. Where nothing overlaps the
+drive takes the longer of the two ways.
 """
 
 from __future__ import annotations
@@ -379,8 +380,8 @@ class _StepOnMachine:
         read_s, write_s = lanes.get(NVME_READ, 0.0), lanes.get(NVME_WRITE, 0.0)
         if read is None or write is None or mixed is None or not (read_s and write_s):
             return dict(lanes)
-        rate = max(read, write, mixed) if at_best else mixed
-        return {**lanes, NVME_MIXED: (read_s * read + write_s * write) / rate}
+        of_reads, of_writes = (max(read, mixed), max(write, mixed)) if at_best else (mixed, mixed)
+        return {**lanes, NVME_MIXED: read_s * read / of_reads + write_s * write / of_writes}
 
     def in_turn(self, phases: Mapping[str, Lanes]) -> tuple[Lanes, ...]:
         """Return the phases that follow one another, in the order of `_turns`: [Note: the forecast]."""
@@ -462,11 +463,13 @@ def _turns(step: Step) -> tuple[str, str, str]:
 def _one_after_the_other(lanes: Lanes, of_cores: Lanes) -> float:
     """Add up the lanes, those that are the same work as others once: both directions of the drive, host memory.
 
-    Of computation that is a part of the cores' work, `of_cores`, only the time is added in which it leaves them idle.
+    Of the drive it is the longer of both directions at once and one after the other. Of computation that is a part of
+    the cores' work, `of_cores`, only the time is added in which it leaves them idle.
     """
     if CORES in lanes and COMPUTE in lanes:
         lanes = {**lanes, COMPUTE: lanes[COMPUTE] - of_cores.get(COMPUTE, 0.0)}
     through_s = sum(lanes.get(lane, 0.0) for lane in THROUGH_HOST_MEMORY)
+    through_s += max(0.0, lanes.get(NVME_MIXED, 0.0) - lanes.get(NVME_READ, 0.0) - lanes.get(NVME_WRITE, 0.0))
     not_here = (*THROUGH_HOST_MEMORY, NVME_MIXED, HOST_MEMORY)
     elsewhere_s = sum(s for lane, s in lanes.items() if lane not in not_here)
     return elsewhere_s + max(through_s, lanes.get(HOST_MEMORY, 0.0))
