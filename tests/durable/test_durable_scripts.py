@@ -15,8 +15,9 @@ import torch
 
 from offloadzero import AioError, CheckpointError, ConfigError, NonFiniteError, StateError
 from offloadzero.core.fail_points import Point
+from offloadzero.zero import GatheredParameters
 from tests.durable.runs import KINDS, Kind, digest, make, train_step
-from tests.support.faults import fails, observes
+from tests.support.faults import delays, fails, observes
 
 NVME = KINDS["nvme"]
 
@@ -154,6 +155,22 @@ def test_checkpoints_go_their_own_way(tmp_path: Path) -> None:
     assert found_again(tmp_path) == expected
 
 
+def test_writes_between_a_step_and_a_save_are_of_no_commit(tmp_path: Path) -> None:
+    """No commit is made of the step that is taken while a checkpoint is saved, nor later."""
+    engine = ran(tmp_path)
+    found = {2: digest(engine)}
+    with delays("checkpoint.write", 0.02):
+        engine.save_checkpoint(tmp_path / "saved", tag="a", wait=False)
+        train_step(engine, NVME, 2)
+        found[3] = digest(engine)
+        with torch.no_grad(), GatheredParameters([engine.module.rare.weight], modifier_rank=0):
+            engine.module.rare.weight.mul_(2)
+        engine.save_checkpoint(tmp_path / "saved", tag="b", wait=False)
+    engine.close()
+    step, at = found_again(tmp_path)
+    assert at == found[step], step
+
+
 def test_evaluation_between_steps_changes_nothing_of_a_commit(tmp_path: Path) -> None:
     engine = ran(tmp_path, num_steps=3)
     expected = engine.global_steps, digest(engine)
@@ -166,9 +183,15 @@ def test_evaluation_between_steps_changes_nothing_of_a_commit(tmp_path: Path) ->
 
 def test_resume_comes_once_and_first(tmp_path: Path) -> None:
     engine = ran(tmp_path)
+    engine.save_checkpoint(tmp_path / "saved", tag="a")
+    engine.close()
+    engine = make(NVME, tmp_path)
+    engine.load_checkpoint(tmp_path / "saved", tag="a")
+    with pytest.raises(StateError, match=r"resume\(\): once, before the first step"):
+        engine.resume()
     engine.close()
     engine = ran(tmp_path)
-    with pytest.raises(StateError, match=r"resume\(\): once, and before the first step"):
+    with pytest.raises(StateError, match=r"resume\(\): once, before the first step"):
         engine.resume()
     engine.close()
     plain = make(NVME, tmp_path / "plain", durable=False)
