@@ -87,7 +87,8 @@ def run_case(case: Case) -> dict[str, Any]:
 
     assert run_children(1, top, record) == [0], _error(top)
     events = pickle.loads(trace.read_bytes())
-    images, draw = Images(base, events, swap_bytes=(run / SWAP).stat().st_size), random.Random(case.seed)
+    swap_bytes = (run / SWAP).stat().st_size if (run / SWAP).exists() else 0
+    images, draw = Images(base, events, swap_bytes=swap_bytes), random.Random(case.seed)
     wrong: list[str] = []
     steps: Counter[int] = Counter()
     for number in range(case.num_images):
