@@ -39,8 +39,8 @@ from offloadzero.planning.checkpointed_inputs import INPUT_BYTES_KEY, InputPlan,
 from offloadzero.planning.placement_rules import Placement, place
 from offloadzero.planning.update_rules import (
     Versions,
-    durable_segments,
     keeps_gradients,
+    second_places,
     updates_in_backward,
     versioned_records,
 )
@@ -209,8 +209,7 @@ def plan_memory(
         placement: the home of every segment, unless it follows from the configuration's rules.
         form: the form of the updates on the device.
 
-    Raises:
-        BudgetError: with the table, when a budget is too small.
+    Raises BudgetError, with the table, when a budget is too small.
     """
 
     homes = place(records, config) if placement is None else placement
@@ -306,12 +305,9 @@ def _plan(
     sheet = _Sheet()
     _add_homes(sheet, records, placement, keeps_gradients(config))
     versioned = versioned_records(records, config, placement, versions)
-    second = durable_segments(records, config, placement).union(
-        (record.index, kind) for record in records if record.index in versioned for kind in record.layout
-    )
+    second = second_places(records, config, placement, versioned)
     for tier in (TierName.HOST, TierName.NVME):
-        sizes = (_second_bytes(record, placement, tier, second) for record in records)
-        sheet.add(tier, "second places", sum(sizes))
+        sheet.add(tier, "second places", _second_bytes(records, placement, tier, second))
     inputs = input_plan(config, num_checkpointed)
     on_device = _add_device_buffers(
         sheet,
@@ -340,13 +336,14 @@ def _plan(
 
 
 def _second_bytes(
-    record: Record, placement: Placement, tier: TierName, second: Collection[tuple[int, SegmentKind]]
+    records: Sequence[Record], at: Placement, tier: TierName, second: Collection[object]
 ) -> int:
-    """The bytes of a record's second places in `tier`."""
+    """The bytes of second places in `tier`."""
     return sum(
         _home_bytes(tier, num_elements * dtype.itemsize)
+        for record in records
         for kind, (dtype, num_elements) in record.layout.items()
-        if placement[record.index, kind] is tier and (record.index, kind) in second
+        if at[record.index, kind] is tier and (record.index, kind) in second
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -49,16 +49,17 @@ def keeps_gradients(config: OffloadConfig) -> bool:
     return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
 
 
-def durable_segments(
-    records: Iterable[Record], config: OffloadConfig, placement: Placement
+def second_places(
+    records: Sequence[Record], config: OffloadConfig, placement: Placement, versioned: Collection[int]
 ) -> frozenset[tuple[int, SegmentKind]]:
-    """The segments that have two places so that a commit can leave them where they are: [Note: durable runs].
+    """The segments that have two places: all of `versioned` records, and those that a commit leaves where they are.
 
-    Parameters do not where frozen ones are among them, or those of other ranks.
+    Parameters it does not where frozen ones are among them, or those of other ranks: [Note: durable runs].
     """
+    tried = frozenset((r.index, kind) for r in records if r.index in versioned for kind in r.layout)
     if not config.durable:
-        return frozenset()
-    return frozenset(
+        return tried
+    return tried | frozenset(
         (record.index, kind)
         for record in records
         if record.kept_trainable
