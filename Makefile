@@ -55,7 +55,7 @@ test: $(STAMPS)/native $(STAMPS)/dev
 # The random and the long tests in full, some hours. One of them: `make campaign CAMPAIGN=tests/scripts/test_scripts.py`.
 CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py tests/scripts/test_script_weights.py \
 	tests/access/test_access_table.py tests/config/test_config_mutations.py \
-	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py \
+	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py tests/durable \
 	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py tests/memory/test_memory.py \
 	tests/cli/test_report.py tests/cli/test_plan_answer.py tests/engine/test_interrupts.py \
 	tests/engine/test_parity.py tests/engine/test_failures.py tests/engine/test_lifetime.py tests/races/test_races.py \
