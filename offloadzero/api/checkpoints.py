@@ -261,7 +261,7 @@ class EngineCheckpoints:
         written = [s.name for r in self._runtime.records for s in r.trainable_slots if s.num_writes.total()]
         if self._has_resumed or self._coordinator.global_steps or written:
             of_values = f" and before weights are written: {', '.join(written[:3])}" if written else ""
-            raise StateError(f"engine.resume(): once, before the first step{of_values}")
+            raise StateError(f"engine.resume(): once, and before the first step{of_values}")
         with self._runtime.group.together("resume()"):
             groups = fit_param_groups(self._param_groups, found)
             try_schedule(lr_scheduler, found, skip="a durable run goes on with the schedule that it had")

@@ -417,10 +417,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
-        try:
-            self._runtime.close()
-        finally:
-            self._checkpoints.background.finish()
+        self._runtime.close()
+        self._checkpoints.background.finish()
 
     destroy = close  # DeepSpeed's name
 

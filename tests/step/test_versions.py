@@ -255,15 +255,17 @@ def test_trials_that_come_late_or_never(point: Point, tmp_path: Path, faults: Ex
 def test_a_trial_that_has_not_begun_is_given_up_at_the_step(tmp_path: Path) -> None:
     """The pipeline is held in the first trial till the step is taken: that one is adopted, the others never begin."""
     with running(tmp_path, versions=True, by_engine=True, gradient_clipping=NEVER_CLIPS) as run:
-        goes_on, staged = threading.Event(), list[object]()
+        goes_on, has_begun, staged = threading.Event(), threading.Event(), list[object]()
 
         def hold(name: object) -> None:
             staged.append(name)
+            has_begun.set()
             goes_on.wait(10)
 
         with observes("update.stage", before=hold):
             run.backward(0, waits=False)
             tried = trials(run.runtime)
+            assert has_begun.wait(10)
             run.engine.step()
             goes_on.set()
             run.runtime.changes.wait_updates()
