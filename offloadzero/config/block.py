@@ -171,7 +171,7 @@ def _passed_over(key: str, table: KeyTable) -> str:
 
 
 def _unknown_key(dotted: str, key: str, value: object, table: KeyTable) -> ConfigError:
-    homes = _homes(key)
+    homes = _homes(key) if key != "enabled" else ()  # a switch is at home in each block that has one
     if homes:
         # "params" in a placement is a slip of "param" rather than the optimizer's: a key that near is said as well.
         near = nearest(key, table, cutoff=_SLIP)

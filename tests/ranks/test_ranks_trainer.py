@@ -23,7 +23,7 @@ from tests.scripts.transformers_trainer import VOCABULARY, make_llama
 from tests.support.ranks import run_torchrun
 
 CASES = {"stage 1, host": (1, "cpu"), "stage 2, nvme": (2, "nvme"), "stage 3, host": (3, "cpu")}
-CASES |= {"stage 3, nvme": (3, "nvme")}
+CASES |= {"stage 3, nvme": (3, "nvme"), "stage 1, nvme": (1, "nvme"), "stage 2, host": (2, "cpu")}
 RATE = 3e-3
 
 
