@@ -45,15 +45,17 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(
     faults.enter_context(delays("checkpoint.write", 0.01))
     engine = training(engine_of, tmp_path / "b", name)
     assert train(engine, 3) == before
-    engine.save_checkpoint(tmp_path / "saved", client_state={"at": 3}, wait=False)
+    client_state = {"at": [3]}
+    engine.save_checkpoint(tmp_path / "saved", client_state=client_state, wait=False)
+    client_state["at"].append(4)  # the script goes on with it
     assert not (tmp_path / "saved" / "global_step3").exists()
     assert train(engine, 4, first=3) == after
     engine.finish_saving()
     engine.close()
 
     engine = training(engine_of, tmp_path / "c", name, seed=99)
-    path, client_state = engine.load_checkpoint(tmp_path / "saved")
-    assert (path, client_state) == (str(tmp_path / "saved" / "global_step3"), {"at": 3})
+    path, loaded = engine.load_checkpoint(tmp_path / "saved")
+    assert (path, loaded) == (str(tmp_path / "saved" / "global_step3"), {"at": [3]})
     assert train(engine, 4, first=3) == after
 
 

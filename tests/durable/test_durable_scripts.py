@@ -7,12 +7,15 @@ import itertools
 import os
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import offloadzero
 from offloadzero import AioError, CheckpointError, ConfigError, NonFiniteError, StateError
 from offloadzero.core.fail_points import Point
 from offloadzero.zero import GatheredParameters
@@ -198,3 +201,51 @@ def test_resume_comes_once_and_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"offloadzero\.durable = False"):
         plain.resume()
     plain.close()
+
+
+def test_a_step_that_was_applied_in_part_is_not_committed(tmp_path: Path) -> None:
+    """Updates run in backward, and that the first layer's gradient is not finite is known after step() has begun."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "offloadzero": {
+            "device": "cpu",
+            "placement": "nvme",
+            "nvme_path": str(tmp_path),
+            "durable": True,
+            "units": {"min_leaf_elements": 10},
+        },
+    }
+
+    def start() -> Any:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(4)]
+        return offloadzero.initialize(model=nn.Sequential(*layers), config=config)[0]
+
+    def step(engine: Any, factor: float) -> None:
+        first, *others = engine.module
+        hidden = first(torch.ones(8, 96, dtype=torch.bfloat16))
+        hidden.register_hook(lambda grad: grad * factor)
+        for layer in others:
+            hidden = layer(hidden)
+        engine.backward(hidden.float().square().mean())
+        engine.step()
+
+    engine = start()
+    for _ in range(2):
+        step(engine, 1.0)
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    with delays("landing.measure", 0.2), suppress(NonFiniteError):
+        step(engine, float("nan"))
+    with pytest.raises(NonFiniteError, match="updates of 3 units were applied"):
+        step(engine, 1.0)
+    with suppress(NonFiniteError):
+        engine.close()
+    engine = start()
+    engine.resume()
+    assert engine.global_steps == 2
+    for name, value in engine.module_state_dict().items():
+        assert torch.equal(value, before[name]), name
+    engine.close()
