@@ -113,7 +113,7 @@ class HomeAccess:
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
                 self._store.accelerator.computed().wait()  # may read any weights
-                record.commits.complete.wait()
+                record.commits.complete.wait()  # or it would have a part of what is written here
             ahead = record.edits.begin()
             try:
                 with self._store.failures.handed_over():
@@ -164,7 +164,7 @@ class HomeAccess:
     def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
         """Set the number of updates that the parameter's states have seen, on all ranks as in `write`."""
         self._group.note_write(record.index, slot.index, "step", step)
-        record.commits.counted.wait()
+        record.commits.counted.wait()  # or the commit of the last step would have this count
         slot.step = step
 
     def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:

@@ -159,7 +159,7 @@ class UpdateJob(RecordUpdate):
 
     def begin(self, *, grad_scale: float) -> None:
         """Begin the update: its parameters take the step, with the gradient as it is now."""
-        self.record.commits.counted.wait()
+        self.record.commits.counted.wait()  # or the commit of the step before would have the counts of this one
         counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
             slot.step += counts[slot.group_index or 0]
