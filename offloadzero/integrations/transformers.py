@@ -76,9 +76,8 @@ class CollectiveSaving:
         if config is None:
             return
         if getattr(self, "model", None) is None:
-            raise ConfigError(
-                "Trainer.model", None, "a model: with offload_config none is made by model_init"
-            )
+            allowed = "a model with offload_config: none of model_init, and transformers 4.53 or newer"
+            raise ConfigError("Trainer.model", None, allowed)
         made = self.create_optimizer()  # type: ignore[attr-defined]
         _, self._made = offload(self.model, made, config)  # type: ignore[attr-defined]
         if self._made.runtime.config.activation_checkpoints is not None:
