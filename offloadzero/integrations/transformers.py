@@ -85,6 +85,8 @@ class CollectiveSaving:
                 if getattr(self.args, name, None):  # type: ignore[attr-defined]
                     log.info("%s is off: the configuration's activation_checkpoints take its place", name)
                     setattr(self.args, name, False)  # type: ignore[attr-defined]
+            if hasattr(self.model, "config"):  # type: ignore[attr-defined]
+                self.model.config.use_cache = False  # type: ignore[attr-defined]  # it would grow once more in backward
 
     def _offloaded(self) -> OffloadedOptimizer | None:
         """The optimizer that `offload()` has returned, which accelerate wraps."""
