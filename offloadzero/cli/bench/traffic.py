@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from offloadzero.config import UpdateConfig
 from offloadzero.errors import AioError
 from offloadzero.io.engine import AioEngine, AioFile, AioTicket
 from offloadzero.memory.pages import map_pages
@@ -37,7 +38,7 @@ from offloadzero.memory.pages import map_pages
 KIB, MIB = 1 << 10, 1 << 20
 STATE_BYTES_PER_PARAM = 12  # read, and written
 SEGMENT_BYTES = (2, 2, 4, 4)  # of a parameter: itself, the remainder, the first and the second moment
-NUM_CHUNKS_IN_FLIGHT = 4
+NUM_CHUNKS_IN_FLIGHT = UpdateConfig.num_chunks_in_flight
 _WAIT_SLICE_S = 0.2
 
 
