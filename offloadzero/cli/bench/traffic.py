@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offloadzero.config import UpdateConfig
 from offloadzero.errors import AioError
 from offloadzero.io.engine import AioEngine, AioFile, AioTicket
 from offloadzero.memory.pages import map_pages
@@ -38,7 +37,7 @@ from offloadzero.memory.pages import map_pages
 KIB, MIB = 1 << 10, 1 << 20
 STATE_BYTES_PER_PARAM = 12  # read, and written
 SEGMENT_BYTES = (2, 2, 4, 4)  # of a parameter: itself, the remainder, the first and the second moment
-NUM_CHUNKS_IN_FLIGHT = UpdateConfig.num_chunks_in_flight
+NUM_CHUNKS_IN_FLIGHT = 4
 _WAIT_SLICE_S = 0.2
 
 
