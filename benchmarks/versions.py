@@ -41,11 +41,13 @@ from llama_model import Llama, num_params, size_with
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import read_count
 
-TOKENS, NEVER, ALWAYS = 64, 1e9, 1e-3
+TOKENS, NEVER, ALWAYS, SOMETIMES = 64, 1e9, 1e-3, 1e4
+BITES_AT, GROWS = 5, 1e6  # the step whose loss is larger by this factor under SOMETIMES, of ten
 MODES: dict[str, dict[str, Any]] = {
     "waits": {"gradient_clipping": NEVER, "versions": False},
     "tried": {"gradient_clipping": NEVER, "versions": True},
     "bites": {"gradient_clipping": ALWAYS, "versions": True},
+    "bites in one of ten": {"gradient_clipping": SOMETIMES, "versions": True},
     "durable": {"gradient_clipping": NEVER, "durable": True},
     "in backward": {"gradient_clipping": 0.0},
     "durable, in backward": {"gradient_clipping": 0.0, "durable": True},
@@ -122,7 +124,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             before, cpu_s = moved_gb(), time.process_time()
         begun_s = time.monotonic()
         loss = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
+        grows = clipping == SOMETIMES and step % 10 == BITES_AT
+        engine.backward(loss * GROWS if grows else loss)
         engine.step()
         if step == args.steps - 1:
             engine.synchronize()
@@ -144,6 +147,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "params": num_params(size),
         "step_s": step_s,
         "median_s": statistics.median(step_s[2:-1]),
+        "mean_s": round(statistics.mean(step_s[2:-1]), 2),
         "drive_gbps": [round(rate, 2) for rate in drive_gbps],
         "bound_s": round(bound_s, 2),
         "cpu_s": round(cpu_s / (args.steps - 1), 2),
