@@ -155,7 +155,6 @@ def test_the_second_recipe_trains_over_a_base_of_four_bits(
     (loading,) = code("LoRA over a 4-bit base", "python")
     script = recipe_of("2")
     first, last = script.index("with offloadzero.zero.Init"), script.index("adapters = peft.")
-    script = script.replace("import transformers\n", "import torch\nimport transformers\n")
     forget_accelerate()
     seen = []
 
