@@ -33,8 +33,8 @@ class CollectiveSaving:
 
     With `offload_config` (a dict, the path of a JSON file, or an OffloadConfig) the Trainer offloads its model, and the
     optimizer that it makes or that `optimizers` has: in the place of moving the model to the device. Where the
-    configuration has `activation_checkpoints`, `gradient_checkpointing` is switched off. Without it the model may be
-    one that `offload()` has returned, with `optimizers=(optimizer, None)`.
+    configuration has `activation_checkpoints`, `gradient_checkpointing` is switched off. Without `offload_config` the
+    model may be one that `offload()` has returned, with `optimizers=(optimizer, None)`.
 
     The Trainer has rank 0 save alone. Where ranks have parts of weights and states all of them read, and rank 0 writes:
     a model of transformers in files of `max_shard_size`, one of which is in memory at a time, and of a PEFT model the
