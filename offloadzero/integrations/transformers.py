@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import partial
 from pathlib import Path
@@ -49,8 +50,9 @@ class CollectiveSaving:
     def __init__(self, *args: Any, offload_config: ConfigSource | None = None, **keys: Any) -> None:
         self._offload_config = offload_config
         if offload_config is not None:  # what create_optimizer() goes by, and the Trainer sets too late
-            self.optimizer, _ = keys.get("optimizers", (None, None))
-            self.optimizer_cls_and_kwargs = keys.get("optimizer_cls_and_kwargs")
+            named = {**inspect.signature(super().__init__).bind_partial(*args, **keys).arguments, **keys}
+            self.optimizer, _ = named.get("optimizers", (None, None))
+            self.optimizer_cls_and_kwargs = named.get("optimizer_cls_and_kwargs")
         super().__init__(*args, **keys)
         if offload_config is not None:
             self.optimizer = self._made

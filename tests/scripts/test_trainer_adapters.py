@@ -84,7 +84,9 @@ def test_adapters_that_are_put_in_the_place_of_trained_ones_are_an_error(tmp_pat
         train(tmp_path, 4, collective=False, resumes=True)
 
 
-def trainer_of(directory: Path, config: Any, optimizer: Any = None, **given: Any) -> Any:
+def trainer_of(
+    directory: Path, config: Any, optimizer: Any = None, *, by_position: bool = False, **given: Any
+) -> Any:
     """A Trainer that offloads a new model, and has trained it for four steps."""
     from offloadzero.integrations.transformers import Trainer
 
@@ -103,7 +105,10 @@ def trainer_of(directory: Path, config: Any, optimizer: Any = None, **given: Any
     if config is None:
         model, made = offloadzero.offload(model, made, CONFIG)
         keys = {}
-    trainer = Trainer(model=model, args=args, train_dataset=rows, optimizers=(made, None), **keys)
+    if by_position:
+        trainer = Trainer(model, args, None, rows, *[None] * 6, (made, None), **keys)
+    else:
+        trainer = Trainer(model=model, args=args, train_dataset=rows, optimizers=(made, None), **keys)
     trainer.train()
     return trainer
 
@@ -122,15 +127,15 @@ def as_the_trainer_makes_it(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-@pytest.mark.parametrize("by", ["the Trainer", "the script"])
+@pytest.mark.parametrize("by", ["the Trainer", "the script", "the script, by position"])
 def test_a_trainer_that_offloads_has_the_bits_of_one_that_gets_what_is_offloaded(
     by: str, tmp_path: Path
 ) -> None:
     def of_the_script(model: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
 
-    optimizer = of_the_script if by == "the script" else None
-    offloading = weights_of(trainer_of(tmp_path, CONFIG, optimizer))
+    optimizer = None if by == "the Trainer" else of_the_script
+    offloading = weights_of(trainer_of(tmp_path, CONFIG, optimizer, by_position="position" in by))
     given = weights_of(trainer_of(tmp_path, None, optimizer or as_the_trainer_makes_it))
     assert all(torch.equal(given[name], value) for name, value in offloading.items())
 
