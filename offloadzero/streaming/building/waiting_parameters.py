@@ -32,6 +32,7 @@ from offloadzero.core.interrupts import is_interrupt, uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, set_data
 from offloadzero.errors import AioError, StateError
 from offloadzero.memory.arena import align_up
+from offloadzero.memory.mapped_files import MappedFiles
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.ranks.init_parts import ValueParts
@@ -340,9 +341,11 @@ def file_bytes(params: Iterable[nn.Parameter]) -> Counter[int]:
     return found
 
 
-def host_bytes(param: nn.Parameter) -> int:
-    """The bytes of host memory that the parameter's value takes now."""
+def host_bytes(param: nn.Parameter, mapped: MappedFiles) -> int:
+    """The bytes of host memory that the parameter's value takes now: those of a `mapped` file are the page cache's."""
     weight = spilled_weight(param)
     if weight is not None:
         return weight.host_bytes
-    return param.data.untyped_storage().nbytes() if param.device.type == "cpu" else 0
+    if param.device.type != "cpu" or mapped.offset(param.data) is not None:
+        return 0
+    return param.data.untyped_storage().nbytes()
