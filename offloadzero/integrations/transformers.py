@@ -32,8 +32,8 @@ class CollectiveSaving:
     a model of transformers in files of `max_shard_size`, one of which is in memory at a time, and of a PEFT model the
     adapters alone, as `PeftModel.from_pretrained(base, folder)` loads them. Its checkpoints have the
     optimizer's states as this package's, which are written and read one after the other; the Trainer by itself reads
-    them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, and for
-    `save_on_each_node`.
+    them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, for
+    `save_on_each_node`, and for several GPUs in one process.
     """
 
     max_shard_size = "500MB"
@@ -48,6 +48,9 @@ class CollectiveSaving:
         if given.world_size != ranks:
             allowed = f"{ranks}, as torch.distributed has: on CPUs, use_cpu=True"
             raise ConfigError("TrainingArguments.world_size", given.world_size, allowed)
+        if given.n_gpu > 1:  # the Trainer would put nn.DataParallel around the model, and multiply its batch
+            allowed = "one GPU a process: torchrun starts as many, CUDA_VISIBLE_DEVICES=0 hides the others"
+            raise ConfigError("TrainingArguments.n_gpu", given.n_gpu, allowed)
         if (given.bf16 or given.fp16) and getattr(model, ACCELERATE_MARK, False):
             wanted = torch.bfloat16 if given.bf16 else torch.float16
             if all(param.dtype != wanted for param in model.parameters()):

@@ -100,6 +100,19 @@ def test_a_trainer_that_does_not_see_the_ranks_is_refused(
         Trainer(model=torch.nn.Linear(2, 2), args=args)
 
 
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer would put nn.DataParallel around the model."""
+    from offloadzero.integrations.transformers import CollectiveSaving
+
+    class Trainer(CollectiveSaving, transformers.Trainer):
+        pass
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setattr(type(args), "n_gpu", 2)
+    with pytest.raises(ConfigError, match=r"TrainingArguments\.n_gpu = 2.*torchrun.*CUDA_VISIBLE_DEVICES"):
+        Trainer(model=torch.nn.Linear(2, 2), args=args)
+
+
 @pytest.mark.parametrize("last", ["model.safetensors", "model.safetensors.index.json"])
 def test_of_two_models_in_a_folder_the_last_one_stays(last: str, tmp_path: Path) -> None:
     """A save in shards into the folder of an earlier run: from_pretrained would take the one file."""
