@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from offloadzero.api.checkpoints import EngineCheckpoints
 from offloadzero.api.optimizer import ACCELERATE_MARK, OffloadedOptimizer
@@ -65,10 +67,19 @@ class CollectiveSaving:
         return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the model, but for adapters, which come with the states: PEFT would put others in their place."""
-        has_adapters = hasattr(self.model if model is None else model, "peft_config")  # type: ignore[attr-defined]
-        if not has_adapters or not (Path(resume_from_checkpoint) / _STATES).is_dir():
+        """Load the model, but for adapters, which come with the states: PEFT would put others in their place.
+
+        What PEFT has saved beside them is loaded, too: embeddings that were resized are in no base.
+        """
+        model = self.model if model is None else model  # type: ignore[attr-defined]
+        folder = Path(resume_from_checkpoint)
+        if not hasattr(model, "peft_config") or not (folder / _STATES).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        with safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as file:
+            for name in sorted(frozen.keys() & set(file.keys())):
+                frozen[name].data.copy_(file.get_tensor(name))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Read on all ranks, and write on the first as the Trainer does."""
