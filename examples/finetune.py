@@ -133,10 +133,19 @@ def show_plan(args: argparse.Namespace, config: dict[str, Any] | str) -> None:
 def build(args: argparse.Namespace, config: dict[str, Any] | str, blocks: Blocks) -> Any:
     """Load the model straight to the homes of its weights, put adapters on, and make the engine."""
     torch.manual_seed(args.seed)
-    blocks.is_masked = is_masked_model(transformers.AutoConfig.from_pretrained(args.model))
+    about = transformers.AutoConfig.from_pretrained(args.model)
+    blocks.is_masked = is_masked_model(about)
     kind = transformers.AutoModelForMaskedLM if blocks.is_masked else transformers.AutoModelForCausalLM
+    # A quantised model would be loaded onto the GPU, all of it.
+    place = {"device_map": {"": "cpu"}} if getattr(about, "quantization_config", None) else {}
     with offloadzero.zero.Init(config_dict_or_path=config):
-        model = kind.from_pretrained(args.model, dtype="auto")
+        model = kind.from_pretrained(args.model, dtype="auto", **place)
+    largest, num_embeddings = blocks.largest_token, model.get_input_embeddings().weight.shape[0]
+    if largest >= num_embeddings:  # on a GPU it would be an assertion of the device
+        allowed = f"{num_embeddings} embeddings: resize_token_embeddings() and save_pretrained() before"
+        raise ValueError(
+            f"--model {args.model}: its tokenizer gives the token {largest}, and it has {allowed}"
+        )
     if args.lora:
         import peft
 
@@ -186,6 +195,11 @@ class Blocks:
     def __len__(self) -> int:
         """The blocks that are trained on."""
         return len(self._train)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest of all token ids."""
+        return int(self._ids.max())
 
     def batch(self, first: int, size: int, seed: int) -> dict[str, Tensor]:
         """Blocks `first` to `first + size` of an endless row of epochs, each in an order of its own."""
@@ -300,7 +314,12 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
             is_last = engine.global_steps == num_steps
             if is_last or num_asked or engine.global_steps % args.save_every == 0:
                 state = {"started": started, "num_blocks": num_blocks}
-                engine.save_checkpoint(str(checkpoints), tag="last", client_state=state)
+                engine.save_checkpoint(
+                    str(checkpoints),
+                    tag="last",
+                    client_state=state,
+                    exclude_frozen_parameters=bool(args.lora),
+                )
             if is_last or (args.eval_every and engine.global_steps % args.eval_every == 0):
                 held_out = evaluate(engine, blocks, size)
                 if is_first:

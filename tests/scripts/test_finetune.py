@@ -142,11 +142,31 @@ def test_adapters_alone_are_trained_and_saved(folder: Path, tmp_path: Path) -> N
         path.name for path in tmp_path.iterdir()
     }
     assert not (tmp_path / "model.safetensors").exists()
+    saved = [*(tmp_path / "checkpoints" / "last").glob("unit-*.safetensors")]
+    assert saved
+    assert all("lora_" in name for file in saved for name in load_file(file)), "the base is where it was"
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     second = [value for name, value in loaded.named_parameters() if "lora_B" in name]
     assert len(second) == 7 * 3
     assert all(value.abs().max() > 0 for value in second), "they begin at zero"
+
+
+def test_adapters_over_a_base_of_four_bits(folder: Path, tmp_path: Path) -> None:
+    """Saved in the midst, and gone on with."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=four_bits, device_map={"": "cpu"}
+    )
+    model.save_pretrained(base := tmp_path / "base")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(base)
+    given = [*arguments(folder, tmp_path / "out", "--lora=2", "--accumulation=1"), f"--model={base}"]
+    assert finetune.main([*given, "--steps=1"]) == 0
+    assert finetune.main(given) == 0
+    adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(value.abs().max() > 0 for value in adapters.values())
 
 
 def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: Path) -> None:
@@ -253,6 +273,18 @@ def test_folders_that_cannot_be_used(
     given = [text.format(folder=folder) for text in more]
     assert finetune.main([*arguments(folder, tmp_path / "out"), *given]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first forward: a GPU would end the process."""
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    few = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **size))
+    few.save_pretrained(model := tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(model)
+    assert finetune.main([*arguments(folder, tmp_path / "out"), f"--model={model}"]) == 1
+    assert "and it has 9 embeddings: resize_token_embeddings()" in capsys.readouterr().err
 
 
 def test_another_run_is_not_gone_on_with(
