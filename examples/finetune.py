@@ -39,6 +39,7 @@ INTERRUPTED = 130
 MASKED_SHARE = 0.15
 TEXTS = ("text", "prompt", "completion")
 DEFAULT_LR = 1e-5
+RATES = {"lr", "muon_lr", "adam_lr"}  # of an optimizer in --config
 LINE_STEPS = 10  # a line each so many, where there is no terminal for a bar
 HELD_OUT = 20  # one of so many blocks is for evaluation
 
@@ -79,16 +80,16 @@ def finetune(args: argparse.Namespace) -> int:
     return INTERRUPTED if is_interrupted else 0
 
 
-def learning_rate(args: argparse.Namespace) -> float:
-    """The rate of --lr, else of the optimizer in --config, which must have one, else the default."""
+def learning_rate(args: argparse.Namespace) -> float | None:
+    """The rate of --lr; else None where --config has rates, which must have an optimizer, else the default."""
     config: Any = {"optimizer": {}}
     if args.config:
         with suppress(ValueError):  # the library says what is wrong with it
             config = json.loads(args.config.read_text())
     if isinstance(config, dict) and "optimizer" not in config:
         raise ValueError(f'--config {args.config}: it has no "optimizer", such as {{"type": "AdamW"}}')
-    given = config["optimizer"].get("params", {}).get("lr") if isinstance(config, dict) else None
-    return args.lr or given or DEFAULT_LR
+    given = config["optimizer"].get("params", {}) if isinstance(config, dict) else {}
+    return args.lr or (None if given.keys() & RATES else DEFAULT_LR)
 
 
 def default_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -274,6 +275,7 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     """Train up to the last step, from a checkpoint where there is one. True if Ctrl-C ended it: all is saved then."""
     checkpoints = args.output / "checkpoints"
     started = {name: getattr(args, name) for name in ("seq_len", "seed", "lora")} | {"blocks": len(blocks)}
+    rates = [args.lr or group["lr"] for group in engine.optimizer.param_groups]
     loaded, state = engine.load_checkpoint(str(checkpoints))
     if state.get("started", started) != started:
         raise ValueError(f"--output {args.output}: was begun with {state['started']}, and not {started}")
@@ -293,7 +295,7 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     bar = tqdm(total=num_steps, initial=engine.global_steps, unit="step", disable=not is_shown)
     with stopping_after_step() as is_asked, bar:
         while engine.global_steps < num_steps:
-            set_rate(engine, args.lr, num_steps)
+            set_rate(engine, rates, num_steps)
             # Dropout draws the same in a run that was interrupted.
             torch.manual_seed(args.seed + engine.global_steps * engine.world_size + engine.global_rank)
             position = num_blocks + engine.global_rank * size
@@ -342,12 +344,12 @@ def backward(engine: Any, batch: dict[str, Tensor], share: float) -> Tensor:
     return loss.detach() * share
 
 
-def set_rate(engine: Any, lr: float, num_steps: int) -> None:
+def set_rate(engine: Any, rates: Sequence[float], num_steps: int) -> None:
     """A linear warm-up over a thirtieth of the steps, then down to a tenth."""
     done, warm_up = engine.global_steps, max(1, num_steps // 30)
     factor = min((done + 1) / warm_up, 1 - 0.9 * done / num_steps)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr * factor
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
 
 
 @torch.no_grad()

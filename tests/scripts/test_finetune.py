@@ -322,6 +322,26 @@ def test_another_batch_goes_on_at_the_next_block(
         assert taken == list(range(in_epoch + (10 - in_epoch) % 4))
 
 
+def test_rates_of_a_configuration_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Muon has two; they fall with the steps, also of a run that goes on, and --lr replaces them."""
+    seen = []
+    set_rate = finetune.set_rate
+
+    def noted(engine: Any, *given: Any) -> None:
+        set_rate(engine, *given)
+        seen.append([group["lr"] for group in engine.optimizer.param_groups])
+
+    monkeypatch.setattr(finetune, "set_rate", noted)
+    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}
+    config = config_file(tmp_path, optimizer=muon)
+    given = [text for text in arguments(folder, tmp_path / "out") if not text.startswith("--lr")]
+    for more in (["--steps=1"], ["--steps=2"], ["--steps=3", "--lr=0.5"]):
+        assert finetune.main([*given, f"--config={config}", *more]) == 0
+    assert seen == [[0.02, 3e-4], [0.02 * 0.55, 3e-4 * 0.55], [0.5 * 0.4, 0.5 * 0.4]]
+
+
 def test_a_masked_language_model(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
