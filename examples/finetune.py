@@ -53,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped before the first step: nothing was saved", file=sys.stderr)
+        print("stopped: the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         return INTERRUPTED
 
 
