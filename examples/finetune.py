@@ -72,7 +72,8 @@ def finetune(args: argparse.Namespace) -> int:
     blocks = Blocks(args.data, tokenizer, args.seq_len)
     engine = build(args, config, blocks)
     try:
-        is_interrupted = train(engine, blocks, args)
+        with without_cache(engine.module.config):
+            is_interrupted = train(engine, blocks, args)
         if not is_interrupted:
             save(engine, tokenizer, args)
     finally:
@@ -394,6 +395,19 @@ def save(engine: Any, tokenizer: Any, args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(args.output)
         what = "adapters" if args.lora else "weights"
         print(f"saved to {args.output}: {what} in {', '.join(sorted(dtypes))}")
+
+
+@contextmanager
+def without_cache(config: Any) -> Iterator[None]:
+    """The model keeps no keys and values, which activations that are computed again would extend once more."""
+    keeps = getattr(config, "use_cache", False)
+    if keeps:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if keeps:
+            config.use_cache = True
 
 
 @contextmanager

@@ -95,6 +95,7 @@ def test_the_saved_folder_is_what_a_plain_loop_trains(
     assert finetune.main(arguments(folder, tmp_path / "out", f"--config={config}", data=data)) == 0
     weights, said = plain_loop(folder, data)
     expect_close(tmp_path / "out", weights)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").use_cache
     assert said == [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
 
 
@@ -117,6 +118,7 @@ def test_ctrl_c_and_the_same_command_again_is_one_run(
     def interrupted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
+        assert not args[0].module.config.use_cache, "recomputed activations would extend it"
         if calls == 5:  # in the third step
             signal.raise_signal(signal.SIGINT)
         return backward(*args)
