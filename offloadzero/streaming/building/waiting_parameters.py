@@ -12,11 +12,12 @@ any two lines leaves it with its value.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -296,6 +297,25 @@ def can_spill(param: nn.Parameter) -> bool:
 def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:
     """Take the parameter's value out of its module: [Note: one place at a time]. `name` is for errors."""
     wear(param, SpilledWeight(param, param.data, name=name, directory=directory))
+
+
+def releasing_loaded(release: Callable[[nn.Module], None]) -> Callable[..., None]:
+    """Make the `Module.register_parameter` that releases a value which takes the place of one on the meta device.
+
+    So `from_pretrained` of transformers loads a model. What it maps takes no memory; what it merges or casts does.
+    """
+    register = nn.Module.register_parameter
+
+    @functools.wraps(register)
+    def registering(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        before = vars(module).get("_parameters", {}).get(name)
+        register(module, name, param)
+        if before is None or not before.is_meta or type(param) is not nn.Parameter or param.is_meta:
+            return
+        if MappedFiles().offset(param.data) is None:
+            release(module)
+
+    return registering
 
 
 def spilled_weight(param: torch.Tensor) -> SpilledWeight | None:
