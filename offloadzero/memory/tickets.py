@@ -357,6 +357,11 @@ class Failures:
         if self.given_up:
             raise StateError("the engine was given up before this came") from self.first
 
+    def expect_own(self) -> None:
+        """Raise StateError in a forked child."""
+        if self.is_foreign and self.first is not None:
+            raise self.first
+
     def _leave_to_parent(self) -> None:
         """Adapt to a forked child: the threads and the host memory are the parent's."""
         self._lock = threading.Lock()  # a thread that the child lacks may have held it

@@ -182,6 +182,7 @@ class Executor:
         is in a forward, and for a unit that backward has updated before `step()`; what `_meet_others` raises.
         """
         if not self._num_forwards:
+            self._store.failures.expect_own()
             if not self._is_alone:
                 self._meet_others()
             self._forward_thread = threading.get_ident()
