@@ -199,6 +199,11 @@ class Blocks:
         return len(self._train)
 
     @property
+    def num_held_out(self) -> int:
+        """The blocks of an evaluation."""
+        return len(self._held_out)
+
+    @property
     def largest_token(self) -> int:
         """The largest of all token ids."""
         return int(self._ids.max())
@@ -324,6 +329,8 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
                     exclude_frozen_parameters=bool(args.lora),
                 )
             if is_last or (args.eval_every and engine.global_steps % args.eval_every == 0):
+                if is_first and not is_shown:
+                    print(f"evaluation: {blocks.num_held_out} blocks", flush=True)
                 held_out = evaluate(engine, blocks, size)
                 if is_first:
                     tqdm.write(f"step {engine.global_steps}/{num_steps}: evaluation loss {held_out:.4f}")
@@ -358,7 +365,9 @@ def evaluate(engine: Any, blocks: Blocks, size: int) -> float:
     """The mean loss of the tokens of all held-out blocks."""
     engine.eval()
     total, num_tokens = torch.zeros((), device=engine.device), 0
-    for batch, count in blocks.held_out(size, engine.global_rank, engine.world_size):
+    batches = blocks.held_out(size, engine.global_rank, engine.world_size)
+    is_hidden = None if engine.global_rank == 0 else True  # None: where there is no terminal
+    for batch, count in tqdm(batches, "evaluation", unit="batch", leave=False, disable=is_hidden):
         total += engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss * count
         num_tokens += count
     engine.train()
