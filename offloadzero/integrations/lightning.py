@@ -1,8 +1,10 @@
-"""Lightning over several ranks, in either of its packages."""
+"""Lightning, in either of its packages: on a GPU, and over several ranks."""
 
 from __future__ import annotations
 
 import importlib.util
+
+from offloadzero.access.parameter import is_offloaded
 
 if importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch.strategies import DDPStrategy
@@ -21,22 +23,24 @@ class OffloadStrategy(DDPStrategy):
         """Leave the module unwrapped."""
 
     def model_to_device(self) -> None:
-        """Leave the weights where they are, as the configuration says where they live. Metrics go to the device."""
+        """Leave weights that are to be trained where they are: the configuration says where they live."""
         module = self.lightning_module
-        if module is None:
-            raise AssertionError("a strategy is set up for a module")
+        if module is None or module.trainer.state.fn != "fit":
+            super().model_to_device()
+            return
         module._device = self.root_device  # what `module.device` says: its logs and gathers go there
         for each in module.modules():
-            if next(each.parameters(), None) is None:
+            if next(each.parameters(), None) is None:  # metrics
                 each.to(self.root_device)
 
     def teardown(self) -> None:
-        """Leave the weights where they are at the end, too: DDPStrategy calls `module.cpu()`."""
+        """Leave offloaded weights where they are at the end, too: DDPStrategy calls `module.cpu()`."""
         module = self.lightning_module
-        if module is not None:
-            vars(module)["cpu"] = lambda: module
+        if module is None or not any(map(is_offloaded, module.parameters())):
+            super().teardown()
+            return
+        vars(module)["cpu"] = lambda: module
         try:
             super().teardown()
         finally:
-            if module is not None:
-                del vars(module)["cpu"]
+            del vars(module)["cpu"]

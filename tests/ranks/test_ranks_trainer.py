@@ -333,6 +333,7 @@ def test_a_module_of_lightning_knows_its_device_and_only_its_metrics_go_there(
 ) -> None:
     """`meta` stands for a GPU, where the two differ."""
     import lightning
+    from lightning.pytorch.trainer.states import TrainerFn
     from torchmetrics import MeanMetric
 
     from offloadzero.integrations.lightning import OffloadStrategy
@@ -340,12 +341,17 @@ def test_a_module_of_lightning_knows_its_device_and_only_its_metrics_go_there(
     device = torch.device("meta")
     module = lightning.LightningModule()
     module.model, module.metric = torch.nn.Linear(2, 2), MeanMetric()
+    module.trainer = trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False)
     strategy = OffloadStrategy()
     strategy.connect(module)
     monkeypatch.setattr(OffloadStrategy, "root_device", device)
+    trainer.state.fn = TrainerFn.FITTING
     strategy.model_to_device()
     assert module.device == module.metric.device == device
     assert not any(param.is_meta for param in module.parameters())
+    trainer.state.fn = TrainerFn.VALIDATING  # which does not offload
+    strategy.model_to_device()
+    assert all(param.is_meta for param in module.parameters())
 
 
 def test_accelerate_still_asks_for_the_mark() -> None:
