@@ -326,7 +326,7 @@ class Runtime:
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do work that reads all states and is done once. All ranks call this; the first one does the work."""
-        self.parts.announcements.read_by_first(work, self.weights.homes.read)
+        self.weights.homes.read_by_first(work)
 
     def announce_load(self) -> None:
         """Raise StateError on all ranks unless all load a checkpoint now: what they agree on has sizes of its own."""
