@@ -22,6 +22,7 @@ from dataclasses import replace
 from offloadzero.access.agreement import Announcements
 from offloadzero.checkpoint.states import States
 from offloadzero.engine.runtime import Runtime
+from offloadzero.errors import RankError
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 
@@ -39,8 +40,10 @@ class BackgroundSave:
 
     def is_running(self) -> bool:
         """Whether a checkpoint is being written, on any rank: all of them ask together."""
-        if self._written is not FINISHED and not self._runtime.group.is_on_some(not self._written.done()):
-            self._written = FINISHED
+        if self._written is not FINISHED:
+            self._runtime.announce("asks whether the checkpoint is there that is written in the background")
+            if not self._runtime.group.is_on_some(not self._written.done()):
+                self._written = FINISHED
         return self._written is not FINISHED
 
     def pin(self, states: States) -> States | None:
@@ -48,6 +51,7 @@ class BackgroundSave:
         runtime = self._runtime
         if not runtime.group.is_alone and runtime.durable is None:
             return None
+        runtime.announce("saves a checkpoint in the background")
         runtime.synchronize()
         if runtime.durable is not None:
             runtime.durable.wait_complete()
@@ -69,6 +73,9 @@ class BackgroundSave:
                 pinned.weights.homes.read_by_first(finish)
             except BaseException as error:
                 self._error = error
+                # The first rank waits for what another one has failed to read, and learns of it by the end of that engine.
+                if not self._runtime.group.is_first and not isinstance(error, RankError):
+                    self._runtime.failures.record(error)
                 log.error("the checkpoint that was written in the background is not there: %s", error)
             finally:
                 self.release(pinned).wait()

@@ -306,7 +306,7 @@ class EngineCheckpoints:
         whole, part = directory_of("load_dir", load_dir), self._runtime.part
         directory = directory_of_part(whole, part)
         unchanged = "load_checkpoint(), before anything has changed,"
-        self._runtime.announce_load()
+        self._runtime.announce("loads a checkpoint")
         with self._runtime.group.together(unchanged):
             expect_parts(whole, part, self._runtime.group.num_parts)
             found = find_checkpoint(directory, None if tag is None else tag_text(tag))

@@ -6,16 +6,22 @@ import errno
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from offloadzero.checkpoint.verify import open_checkpoint
-from offloadzero.errors import AioError, CheckpointError, RankError
+from offloadzero.errors import AioError, CheckpointError, RankError, StateError
 from offloadzero.memory.tiers import SAVE_PRIORITY
+from offloadzero.ranks import channel, process_groups
 from tests.durable.runs import KINDS, Kind, digest, make, train_step
 from tests.support.checkpoints import bits
 from tests.support.faults import delays, fails, replaced
@@ -122,9 +128,84 @@ def no_read(rank: int, directory: str) -> None:
         take_steps(engine, STAGE_3, 2, 4)
 
 
-@pytest.mark.parametrize("work", [no_space, no_read])
+def no_memory(rank: int, directory: str) -> None:
+    """The other rank cannot allocate what the first one waits for."""
+    engine = make(STAGE_3, Path(directory) / "run")
+    engine.resume()
+    take_steps(engine, STAGE_3, 0, 2)
+    allocate = torch.empty
+
+    def empty(*given: Any, **options: Any) -> torch.Tensor:
+        if rank == 1 and threading.current_thread().name == "offloadzero-save":
+            raise MemoryError("none is left")
+        return allocate(*given, **options)
+
+    with patch.object(torch, "empty", empty):
+        engine.save_checkpoint(Path(directory) / "saved", wait=False)
+        with pytest.raises(MemoryError if rank == 1 else RankError, match="none is left"):
+            engine.finish_saving()
+    with pytest.raises((MemoryError, RankError), match="none is left"):
+        take_steps(engine, STAGE_3, 2, 4)
+    engine.close()
+
+
+@pytest.mark.parametrize("work", [no_space, no_read, no_memory])
 def test_an_error_on_one_rank_is_told_on_both(work: Callable[..., None], tmp_path: Path) -> None:
     run_ranks(work, 2, tmp_path / "ranks", str(tmp_path))
+
+
+def slow_drive(rank: int, directory: str) -> None:
+    del rank
+    with patch.object(process_groups, "timeout_of_process_group", lambda: timedelta(seconds=5)):
+        engine = make(STAGE_3, Path(directory) / "run")
+    engine.resume()
+    take_steps(engine, STAGE_3, 0, 1)
+    saved = Path(directory) / "saved"
+    with delays("checkpoint.write", 6.0, about="blocks.0.up.weight"):
+        engine.save_checkpoint(saved, wait=False)
+        take_steps(engine, STAGE_3, 1, 2)
+        engine.finish_saving()
+    assert (saved / "global_step1" / "manifest.json").exists()
+    take_steps(engine, STAGE_3, 2, 4)
+    engine.close()
+
+
+def test_a_drive_may_stand_still_for_longer_than_the_groups_timeout(tmp_path: Path) -> None:
+    run_ranks(slow_drive, 2, tmp_path / "ranks", str(tmp_path))
+
+
+def part(rank: int, directory: str) -> dict[str, str]:
+    """What is said where one rank alone saves, or takes a micro batch more while a checkpoint is written."""
+    kind = Kind(top={**STAGE_3.top, "managed_gradient_accumulation": False}, num_ranks=2)
+    said = {}
+    for name in ("saves", "micro batch"):
+        engine = make(kind, Path(directory) / name)
+        engine.resume()
+        with (
+            patch.object(channel, "WAITED_S", 0.0),
+            delays("checkpoint.write", 0.1),
+            pytest.raises((StateError, RankError)) as raised,
+        ):
+            take_steps(engine, kind, 0, 2)
+            if name != "saves" or rank == 0:
+                engine.save_checkpoint(Path(directory) / "saved", wait=False)
+            for number in range(2):
+                for _ in range(2 if name != "saves" and rank == 1 and number == 1 else 1):
+                    engine.backward(engine(torch.zeros(2, 5, dtype=torch.int64), uses_rare=False))
+                engine.step()
+            engine.synchronize()
+        said[name] = str(raised.value)
+        with suppress(StateError, RankError):
+            engine.close()
+    return said
+
+
+def test_ranks_that_depart_get_an_error_and_do_not_end_inside_of_gloo(tmp_path: Path) -> None:
+    acts = {"saves": "saves a checkpoint in the background", "micro batch": "asks whether the checkpoint is there"}
+    for said in run_ranks(part, 2, tmp_path / "ranks", str(tmp_path)):
+        for name, act in acts.items():
+            assert f"rank 0 in what the ranks do ({act}" in said[name]
+            assert ", to which rank 1 has not come: neither would end. All ranks must" in said[name]
 
 
 def killed(rank: int, directory: str) -> None:
