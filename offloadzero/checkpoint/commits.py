@@ -70,10 +70,14 @@ class StoredCommit:
         return SafetensorsReader(self.path / MEMORY)
 
     def expect_last(self, swap_file: Path, last_commit: int) -> None:
-        """Raise CheckpointError where the mark of a swap file knows of a commit after this one."""
-        if last_commit > self.number:
+        """Raise CheckpointError unless the last commit that a swap file's mark knows of is this one or that before it.
+
+        The mark is written when a commit is made, and before the next one begins.
+        """
+        if last_commit not in (self.number - 1, self.number):
+            when = "after" if last_commit > self.number else "before"
             raise CheckpointError(
-                f"{swap_file} has states of after {self.path}: commits and swap files belong together"
+                f"{swap_file} has states of {when} {self.path}: commits and swap files belong together"
             )
 
 

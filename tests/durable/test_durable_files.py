@@ -199,6 +199,21 @@ def test_commits_of_before_beside_the_swap_file_of_now_are_refused(tmp_path: Pat
     expect_at(tmp_path, 4, found)
 
 
+def test_a_swap_file_of_before_beside_the_commits_of_now_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path)
+    swap = tmp_path / f"{RUN}.bin"
+    before = swap.read_bytes()
+    found = begin(tmp_path, num_steps=4)
+    now = swap.read_bytes()
+    swap.write_bytes(before)
+    with pytest.raises(
+        CheckpointError, match=rf"{RUN}\.bin has states of before .*commit-4: commits and swap files"
+    ):
+        make(NVME, tmp_path)
+    swap.write_bytes(now)
+    expect_at(tmp_path, 4, found)
+
+
 def test_a_swap_file_that_has_grown_since_is_the_runs(tmp_path: Path) -> None:
     """Frozen weights move there when a script writes them, perhaps after the last commit."""
     found = begin(tmp_path)
