@@ -73,7 +73,7 @@ class BackgroundSave:
                 pinned.weights.homes.read_by_first(finish)
             except BaseException as error:
                 self._error = error
-                # The first rank waits for what another one has failed to read, and learns of it by the end of that engine.
+                # The first rank waits for what another one has failed to read: the end of that engine tells it.
                 if not self._runtime.group.is_first and not isinstance(error, RankError):
                     self._runtime.failures.record(error)
                 log.error("the checkpoint that was written in the background is not there: %s", error)

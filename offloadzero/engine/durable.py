@@ -192,6 +192,8 @@ class DurableRun:
             return
         # A newer one is not of all ranks, and would not be whole for long.
         self._directory.keep_only(self._number)
+        for file in self._files:
+            file.note_commit(self._number)  # the end may have come between a commit and its mark
         for record in self._records:
             of_commit = self.found.second.get(record.name)
             if of_commit is None:

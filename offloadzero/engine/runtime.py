@@ -329,7 +329,7 @@ class Runtime:
         self.weights.homes.read_by_first(work)
 
     def announce(self, act: str) -> None:
-        """Raise StateError on all ranks unless all begin that act now: what they agree on in it has sizes of its own."""
+        """Raise StateError on all ranks unless all begin that act now: what they agree on has sizes of its own."""
         with self.clock.waiting("state access"), self.store.failures.handed_over():
             self.parts.announcements.announce(act)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
+from offloadzero.memory.swap_file import read_kept_mark
 from tests.durable.runs import KINDS, MIXED, Kind, digest, make, train_step
 from tests.support.tiny import small_disk, start_script
 
@@ -212,6 +213,17 @@ def test_a_swap_file_of_before_beside_the_commits_of_now_is_refused(tmp_path: Pa
         make(NVME, tmp_path)
     swap.write_bytes(now)
     expect_at(tmp_path, 4, found)
+
+
+def test_a_mark_that_a_kill_has_left_behind_catches_up(tmp_path: Path) -> None:
+    """Or a second kill between a commit and its mark would leave it two behind."""
+    found = begin(tmp_path)
+    for number in (1, 2):
+        with (tmp_path / f"{RUN}.bin").open("r+b") as file:
+            file.seek(256)
+            file.write(number.to_bytes(8, "little"))
+        expect_at(tmp_path, 2, found)
+        assert read_kept_mark(tmp_path / f"{RUN}.bin").last_commit == 2
 
 
 def test_a_swap_file_that_has_grown_since_is_the_runs(tmp_path: Path) -> None:
