@@ -201,7 +201,10 @@ def part(rank: int, directory: str) -> dict[str, str]:
 
 
 def test_ranks_that_depart_get_an_error_and_do_not_end_inside_of_gloo(tmp_path: Path) -> None:
-    acts = {"saves": "saves a checkpoint in the background", "micro batch": "asks whether the checkpoint is there"}
+    acts = {
+        "saves": "saves a checkpoint in the background",
+        "micro batch": "asks whether the checkpoint is there",
+    }
     for said in run_ranks(part, 2, tmp_path / "ranks", str(tmp_path)):
         for name, act in acts.items():
             assert f"rank 0 in what the ranks do ({act}" in said[name]
