@@ -24,6 +24,7 @@ from tests.support.ranks import run_torchrun
 
 CASES = {"stage 1, host": (1, "cpu"), "stage 2, nvme": (2, "nvme"), "stage 3, host": (3, "cpu")}
 CASES |= {"stage 3, nvme": (3, "nvme"), "stage 1, nvme": (1, "nvme"), "stage 2, host": (2, "cpu")}
+FEWER = ("stage 1, host", "stage 2, nvme", "stage 3, nvme")  # each stage and each tier
 RATE = 3e-3
 
 
@@ -195,6 +196,10 @@ def by_lightning(wrap: Wrap, path: Path, *, resume: bool = False) -> dict[str, A
         def on_before_optimizer_step(self, _: Any) -> None:
             norms.append(float(grad_norm(self.model, norm_type=2)["grad_2.0_norm_total"]))
 
+        def cpu(self) -> Any:
+            assert not isinstance(wrap, Offloaded), "the weights would leave the device"
+            return super().cpu()
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, eps=1e-4)
             self.model, optimizer = wrap(self.model, optimizer)
@@ -242,12 +247,11 @@ def of_rank(directory: Path) -> None:
     found["accelerate"] = by_accelerate(Wrap())
     for name, (stage, device) in CASES.items():
         found[f"accelerate, {name}"] = by_accelerate(Offloaded(stage, device, directory))
-    wrap = Offloaded(3, "nvme", directory)
-    for name, each in {"ddp": Wrap(), "offloaded": wrap}.items():
+    wraps = {"plain": Wrap()} | {name: Offloaded(*CASES[name], directory) for name in FEWER}
+    for name, wrap in wraps.items():
         path = directory / f"{name}.ckpt"
-        found[f"lightning, {name}"] = [by_lightning(each, path, resume=resume) for resume in (False, True)]
-    found["plain, lora"] = by_trainer(Wrap(), directory / "plain lora", make=make_lora)
-    found["lora"] = by_trainer(wrap, directory / "lora", make=make_lora)
+        found[f"lightning, {name}"] = [by_lightning(wrap, path, resume=resume) for resume in (False, True)]
+        found[f"lora, {name}"] = by_trainer(wrap, directory / f"lora {name}", make=make_lora)
     if importlib.util.find_spec("trl"):
         found["sft"] = by_all_cases(by_sft, directory / "sft")
     if torch.distributed.get_rank() == 0:
@@ -294,10 +298,11 @@ def expect_the_log_of_ddp(found: dict[str, Any], name: str) -> None:
     assert found[name]["is_saved"]
 
 
-def test_adapters_of_peft(found: dict[str, Any]) -> None:
-    for there, here in zip(found["plain, lora"]["log"], found["lora"]["log"], strict=True):
+@pytest.mark.parametrize("name", FEWER)
+def test_adapters_of_peft(found: dict[str, Any], name: str) -> None:
+    for there, here in zip(found["lora, plain"]["log"], found[f"lora, {name}"]["log"], strict=True):
         assert here == pytest.approx(there, rel=1e-3)
-    assert found["lora"]["is_saved"]
+    assert found[f"lora, {name}"]["is_saved"]
 
 
 @pytest.mark.parametrize("name", [name for name, (stage, _) in CASES.items() if stage == 3])
@@ -313,11 +318,34 @@ def test_a_loop_of_accelerate_is_that_under_ddp(found: dict[str, Any], name: str
     assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
-def test_lightning_is_what_it_is_under_ddp_and_goes_on_from_a_checkpoint(found: dict[str, Any]) -> None:
-    for plain, ours in zip(found["lightning, ddp"], found["lightning, offloaded"], strict=True):
+@pytest.mark.parametrize("name", FEWER)
+def test_lightning_is_what_it_is_under_ddp_and_goes_on_from_a_checkpoint(
+    found: dict[str, Any], name: str
+) -> None:
+    for plain, ours in zip(found["lightning, plain"], found[f"lightning, {name}"], strict=True):
         assert len(plain["norms"]) == 3
         assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
         assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+
+
+def test_a_module_of_lightning_knows_its_device_and_only_its_metrics_go_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`meta` stands for a GPU, where the two differ."""
+    import lightning
+    from torchmetrics import MeanMetric
+
+    from offloadzero.integrations.lightning import OffloadStrategy
+
+    device = torch.device("meta")
+    module = lightning.LightningModule()
+    module.model, module.metric = torch.nn.Linear(2, 2), MeanMetric()
+    strategy = OffloadStrategy()
+    strategy.connect(module)
+    monkeypatch.setattr(OffloadStrategy, "root_device", device)
+    strategy.model_to_device()
+    assert module.device == module.metric.device == device
+    assert not any(param.is_meta for param in module.parameters())
 
 
 def test_accelerate_still_asks_for_the_mark() -> None:

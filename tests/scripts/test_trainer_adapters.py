@@ -22,9 +22,18 @@ CONFIG = {
 
 
 def train(
-    directory: Path, num_steps: int, *, collective: bool = True, resumes: bool = False, lora: bool = True
+    directory: Path,
+    num_steps: int,
+    *,
+    collective: bool = True,
+    resumes: bool = False,
+    lora: bool = True,
+    base: Path | None = None,
 ) -> Any:
-    """Train adapters of a new model, or all of it, with a checkpoint at the second step. Returns what was trained."""
+    """Train adapters of a new model, or all of it, with a checkpoint at the second step. Returns what was trained.
+
+    `base`: a folder, whose model gets more embeddings, drawn anew each time.
+    """
     from offloadzero.integrations.transformers import CollectiveSaving
 
     bases: tuple[type, ...] = (CollectiveSaving, transformers.Trainer)
@@ -34,6 +43,11 @@ def train(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
     )
     model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    if base is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        torch.seed()
+        model.resize_token_embeddings(100)
+        torch.manual_seed(0)
     if lora:
         peft = pytest.importorskip("peft")  # takes seconds: not where tests are collected
         adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -63,6 +77,21 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_is_not(tmp_path: Path) -
     assert all(torch.equal(whole[name], value) for name, value in resumed.items())
 
 
+def test_a_resumed_run_has_the_embeddings_that_were_resized(tmp_path: Path) -> None:
+    """The new ones are in no base, and frozen: PEFT saves them beside the adapters."""
+    from safetensors.torch import load_file
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=96))
+    base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    train(tmp_path, 2, base=tmp_path / "base")
+    train(tmp_path, 4, base=tmp_path / "base", resumes=True)
+    saved = [load_file(tmp_path / f"checkpoint-{n}" / "adapter_model.safetensors") for n in (2, 4)]
+    embeddings = [name for name in saved[0] if "lora" not in name]
+    assert len(embeddings) == 2
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in embeddings)
+
+
 def test_a_model_is_saved_in_files_of_a_size_and_resumed_from_them(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 4, lora=False)
     train(tmp_path / "resumed", 2, lora=False)
@@ -84,6 +113,81 @@ def test_adapters_that_are_put_in_the_place_of_trained_ones_are_an_error(tmp_pat
         train(tmp_path, 4, collective=False, resumes=True)
 
 
+def trainer_of(
+    directory: Path, config: Any, optimizer: Any = None, *, by_position: bool = False, **given: Any
+) -> Any:
+    """A Trainer that offloads a new model, and has trained it for four steps."""
+    from offloadzero.integrations.transformers import Trainer
+
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
+    )
+    model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    rows = [{"input_ids": list(range(n, n + 12)), "labels": list(range(n, n + 12))} for n in range(16)]
+    args = transformers.TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=2, max_steps=4, learning_rate=1e-2,
+        weight_decay=0.1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True, **given,
+    )  # fmt: skip
+    made = None if optimizer is None else optimizer(model)
+    keys: dict[str, Any] = {"offload_config": config}
+    if config is None:
+        model, made = offloadzero.offload(model, made, CONFIG)
+        keys = {}
+    if by_position:
+        trainer = Trainer(model, args, None, rows, *[None] * 6, (made, None), **keys)
+    else:
+        trainer = Trainer(model=model, args=args, train_dataset=rows, optimizers=(made, None), **keys)
+    trainer.train()
+    return trainer
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    found = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.optimizer.optimizer.close()
+    return found
+
+
+def as_the_trainer_makes_it(model: Any) -> torch.optim.Optimizer:
+    """Norms have no weight decay."""
+    norms = [param for name, param in model.named_parameters() if "norm" in name]
+    others = [param for name, param in model.named_parameters() if "norm" not in name]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+@pytest.mark.parametrize("by", ["the Trainer", "the script", "the script, by position"])
+def test_a_trainer_that_offloads_has_the_bits_of_one_that_gets_what_is_offloaded(
+    by: str, tmp_path: Path
+) -> None:
+    def of_the_script(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+
+    optimizer = None if by == "the Trainer" else of_the_script
+    offloading = weights_of(trainer_of(tmp_path, CONFIG, optimizer, by_position="position" in by))
+    given = weights_of(trainer_of(tmp_path, None, optimizer or as_the_trainer_makes_it))
+    assert all(torch.equal(given[name], value) for name, value in offloading.items())
+
+
+def test_activation_checkpoints_take_the_place_of_the_trainers(tmp_path: Path) -> None:
+    plain = weights_of(trainer_of(tmp_path, CONFIG))
+    own = {**CONFIG, "offloadzero": {**CONFIG["offloadzero"], "activation_checkpoints": {}}}  # type: ignore[dict-item]
+    trainer = trainer_of(tmp_path, own, gradient_checkpointing=True)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert all(torch.equal(plain[name], value) for name, value in weights_of(trainer).items())
+    trainer = trainer_of(tmp_path, CONFIG, gradient_checkpointing=True)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert all(torch.equal(plain[name], value) for name, value in weights_of(trainer).items())
+
+
+def test_a_model_that_the_trainer_makes_itself_is_not_offloaded(tmp_path: Path) -> None:
+    from offloadzero.integrations.transformers import Trainer
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match="model_init"):
+        Trainer(args=args, model_init=lambda: torch.nn.Linear(2, 2), offload_config=CONFIG)
+
+
 def test_a_trainer_that_does_not_see_the_ranks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +201,19 @@ def test_a_trainer_that_does_not_see_the_ranks_is_refused(
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=False, report_to=[])
     monkeypatch.setattr(type(args), "world_size", 1)
     with pytest.raises(ConfigError, match=r"TrainingArguments\.world_size.*use_cpu=True"):
+        Trainer(model=torch.nn.Linear(2, 2), args=args)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer would put nn.DataParallel around the model."""
+    from offloadzero.integrations.transformers import CollectiveSaving
+
+    class Trainer(CollectiveSaving, transformers.Trainer):
+        pass
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setattr(type(args), "n_gpu", 2)
+    with pytest.raises(ConfigError, match=r"TrainingArguments\.n_gpu = 2.*torchrun.*CUDA_VISIBLE_DEVICES"):
         Trainer(model=torch.nn.Linear(2, 2), args=args)
 
 
