@@ -21,7 +21,7 @@ from contextlib import suppress
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import RankError, StateError
 from offloadzero.ranks.failure_store import is_fake
-from offloadzero.ranks.group import Group, digest
+from offloadzero.ranks.group import Collectives, digest
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -42,10 +42,11 @@ class Announcements:
     The caller waits for a state or a gradient.
     """
 
-    def __init__(self, group: Group, records: Sequence[Record]) -> None:
-        self._channel = group.states
-        self._is_first = group.is_first
-        self._records = records
+    def __init__(self, channel: Collectives, records: Sequence[Record]) -> None:
+        """Tell it in `channel`, which the calling thread alone uses."""
+        self.channel = channel
+        self._is_first = channel.spec.rank == 0
+        self._records = {record.index: record for record in records}
         self.leads = self._follows = False  # `leads`: this rank reads, and the others follow
         self._has_departed = False
 
@@ -66,7 +67,7 @@ class Announcements:
         """
         self._say(act, label=label)
 
-    def read_by_first(self, work: Callable[[], None], read: Read) -> None:
+    def read_by_first(self, work: Callable[[], object], read: Read) -> None:
         """Do `work` on the first rank: [Note: the first rank reads, the others follow]. All ranks call this.
 
         `read` is what the others do at each of its reads. Raises the error of `work`; on the other ranks a RankError
@@ -95,7 +96,7 @@ class Announcements:
             if index == _ENDED:
                 return
             if index == _FAILED:
-                raise RankError(f"rank {self._channel.members[0]}: {self._texts('')[0]}")
+                raise RankError(f"rank {self.channel.members[0]}: {self._texts('')[0]}")
             record = self._records[index]
             self._follows = True
             try:
@@ -108,16 +109,16 @@ class Announcements:
     ) -> list[int]:
         """Tell the others the next act. Returns what the first rank reads, the numbers after `act`."""
         label = label or f"what the ranks do ({act})"
-        if self._channel.spec.world_size > 1 and is_fake():
+        if self.channel.spec.world_size > 1 and is_fake():
             raise StateError(f"{label}: the other ranks' parts are not there in torch's fake process group")
         own = [digest(act), int(self.leads), index, place, kind]
-        first, *others = self._channel.by_rank(own, label, advice=advice)
+        first, *others = self.channel.by_rank(own, label, advice=advice)
         expected = [digest(_SAVES), 0, 0, 0, 0] if first[1] else first
         if any(other != expected for other in others):
             self._has_departed = True
-            texts = zip(self._channel.members, self._texts(act), strict=True)
+            texts = zip(self.channel.members, self._texts(act), strict=True)
             raise StateError(
-                f"{', '.join(f'rank {rank} {text}' for rank, text in texts)} (this is rank {self._channel.rank}): all "
+                f"{', '.join(f'rank {rank} {text}' for rank, text in texts)} (this is rank {self.channel.rank}): all "
                 "ranks must read the same weights and states in the same order, gather the same parameters, and save "
                 "together"
             )
@@ -126,6 +127,6 @@ class Announcements:
     def _texts(self, own: str) -> list[str]:
         """The text of each rank, by rank: all of them call this."""
         said, label = own.encode(), "what the ranks say"
-        longest = max(size for (size,) in self._channel.by_rank([len(said)], label))
-        by_rank = self._channel.by_rank([*said.ljust(longest, b"\0")], label)
+        longest = max(size for (size,) in self.channel.by_rank([len(said)], label))
+        by_rank = self.channel.by_rank([*said.ljust(longest, b"\0")], label)
         return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in by_rank]

@@ -8,7 +8,8 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
-from offloadzero.memory.tiers import SAVE_PRIORITY
+from offloadzero.memory.tiers import SAVE_PRIORITY, UPDATE_PRIORITY
 from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group, gather_parts
 from offloadzero.update.commits import Committed
@@ -53,6 +54,8 @@ class Changes(Protocol):
 class HomeAccess:
     """Reads and writes homes between steps; waits for the unit's own update only."""
 
+    _priority = UPDATE_PRIORITY
+
     def __init__(
         self,
         store: TieredStore,
@@ -69,14 +72,14 @@ class HomeAccess:
         self._group = group
         self._announcements = announcements
 
-    def pinned(self) -> PinnedHomes:
-        """Return an access to records that are pinned."""
+    def pinned(self, announcements: Announcements) -> PinnedHomes:
+        """Return an access to records that are pinned; ranks tell by `announcements` what they read."""
         return PinnedHomes(
             self._store,
             self._changes,
             clock=self._clock,
             group=self._group,
-            announcements=self._announcements,
+            announcements=announcements,
         )
 
     def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
@@ -178,9 +181,13 @@ class HomeAccess:
         """Read all of a slot's elements of a segment. The caller waits for a state, or a gradient."""
         if _is_whole(record, segment):
             place = kept_place(record, slot, segment.kind)
-            self._store.read(segment, target, start=place.start).wait()
+            self._store.read(segment, target, start=place.start, priority=self._priority).wait()
         else:
             self.gather(record, slot, segment, target)
+
+    def read_by_first(self, work: Callable[[], object]) -> None:
+        """Do `work`, which reads, on the first rank: [Note: the first rank reads, the others follow]."""
+        self._announcements.read_by_first(work, self.read)
 
     @property
     def leads(self) -> bool:
@@ -202,9 +209,10 @@ class HomeAccess:
             parts = kept_parts(record, slot, kind, target)
             if record.shard.rank in parts:
                 start = kept_place(record, slot, kind).start
-                self._store.read(segment, parts[record.shard.rank], start=start).wait()
+                own = parts[record.shard.rank]
+                self._store.read(segment, own, start=start, priority=self._priority).wait()
             label = name if is_gradient else f"{name}.{kind.value}"
-            gather_parts(self._group.states, target, parts, label)
+            gather_parts(self._announcements.channel, target, parts, label)
 
     def _begin_write(self, record: Record, slot: ParamSlot, segment: Segment, source: torch.Tensor) -> Ticket:
         """Begin to write the part of `source`, all of a slot's elements, that is kept here."""
@@ -215,12 +223,17 @@ class HomeAccess:
 class PinnedHomes(HomeAccess):
     """Reads places that no update writes, on any thread and behind nothing: [Note: saving in the background]."""
 
+    _priority = SAVE_PRIORITY
+
     def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
-        """Read a parameter's part of a segment, all of which this rank has: a new flat host tensor."""
+        """Read a parameter's part of a segment, of several ranks on all of them: a new flat host tensor."""
         segment = self._segment(record, slot, kind)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
         target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
-        self._store.read(segment, target, start=part.start, priority=SAVE_PRIORITY).wait()
+        # Other ranks wait for what this one reads: an error ends the engine, and is told to them.
+        is_alone = _is_whole(record, segment)
+        with nullcontext() if is_alone else self._store.failures.handed_over():
+            self.read_home(record, slot, segment, target)
         return target
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 
+from offloadzero.access.agreement import Announcements
 from offloadzero.access.home_access import Changes, HomeAccess, StateAccess
 from offloadzero.access.parameter import offload_parameter
 from offloadzero.access.tensor import RemoteTensor
@@ -76,9 +77,9 @@ class WeightAccess:
         # By the id of a slot whose master was loaded: how many updates and writes it had, and a hash of its parameter.
         self._masters_loaded: dict[int, tuple[int, int, bytes]] = {}
 
-    def pinned(self) -> WeightAccess:
-        """Return an access to the weights of records that are pinned."""
-        homes = self.homes.pinned()
+    def pinned(self, announcements: Announcements) -> WeightAccess:
+        """Return an access to the weights of records that are pinned; ranks tell by `announcements` what they read."""
+        homes = self.homes.pinned(announcements)
         return WeightAccess(self._store, homes, self._changes, self._units, is_coded=self._is_coded)
 
     def read(self, record: Record, slot: ParamSlot) -> torch.Tensor:

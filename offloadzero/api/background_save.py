@@ -6,7 +6,11 @@ Records whose states have two places need no copy in memory: their present place
 read, without trials, until the checkpoint is written. What lives in one place is written before the call returns. In a
 durable run the pinned places are those of its last commit, and no other is made meanwhile.
 
-An error is raised by the next call that saves or loads, and by close(); training goes on.
+Of several ranks the first one writes, and the others follow its reads ([Note: the first rank reads, the others follow])
+each on a thread of its own, in the collectives of a durable run's commits. When these go on depends on all of them:
+after each step they ask each other whether the checkpoint is there.
+
+An error is raised, on all ranks, by the next call that saves or loads, and by close(); training goes on.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
+from offloadzero.access.agreement import Announcements
 from offloadzero.checkpoint.states import States
 from offloadzero.engine.runtime import Runtime
+from offloadzero.errors import RankError
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 
@@ -33,32 +38,44 @@ class BackgroundSave:
         self._written: Ticket = FINISHED
         self._error: BaseException | None = None
 
-    @property
     def is_running(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return not self._written.done()
+        """Whether a checkpoint is being written, on any rank: all of them ask together."""
+        if self._written is not FINISHED:
+            self._runtime.announce("asks whether the checkpoint is there that is written in the background")
+            if not self._runtime.group.is_on_some(not self._written.done()):
+                self._written = FINISHED
+        return self._written is not FINISHED
 
     def pin(self, states: States) -> States | None:
-        """Pin what can be, in its present places; None: nothing can. Of several ranks all is written at once."""
+        """Pin what can be, in its present places, on all ranks; None: nothing can, or ranks have no commits."""
         runtime = self._runtime
-        if not runtime.group.is_alone:
+        if not runtime.group.is_alone and runtime.durable is None:
             return None
+        runtime.announce("saves a checkpoint in the background")
         runtime.synchronize()
         if runtime.durable is not None:
             runtime.durable.wait_complete()
-        pinned = [each for each in (record.pin() for record in states.records) if each is not None]
-        return replace(states, records=pinned, weights=runtime.weights.pinned()) if pinned else None
+        # Of a record that a step has updated on some ranks alone, whose part is not only padding, nobody's is pinned.
+        on_all = runtime.group.least([record.can_be_pinned for record in states.records])
+        pinned = [record.pin() for record, is_pinned in zip(states.records, on_all, strict=True) if is_pinned]
+        if not pinned:
+            return None
+        announcements = Announcements(runtime.group.commits, pinned)
+        return replace(states, records=pinned, weights=runtime.weights.pinned(announcements))
 
-    def begin(self, finish: Callable[[], Path], pinned: States) -> None:
-        """Have `finish` called in the background, and what was pinned given up."""
+    def begin(self, finish: Callable[[], object], pinned: States) -> None:
+        """Have `finish` called in the background by the first rank, and what was pinned given up."""
         if self._lane is None:
             self._lane = self._runtime.accelerator.lane("save", self._runtime.failures)
 
         def write() -> None:
             try:
-                finish()
+                pinned.weights.homes.read_by_first(finish)
             except BaseException as error:
                 self._error = error
+                # The first rank waits for what another one has failed to read: the end of that engine tells it.
+                if not self._runtime.group.is_first and not isinstance(error, RankError):
+                    self._runtime.failures.record(error)
                 log.error("the checkpoint that was written in the background is not there: %s", error)
             finally:
                 self.release(pinned).wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -125,29 +125,33 @@ class EngineCheckpoints:
         if pinned is not None:
             meta = copy.deepcopy(meta)  # the script goes on with what it is made of
 
+        ends: list[Callable[[], object]] = []  # of the first rank, which writes
+
         def save(part: PartOfModel | None) -> None:
-            try:
-                finish = begin_save(
-                    self._states(),
-                    directory_of_part(whole, self._runtime.part),
-                    tag=name,
-                    meta=replace(meta, part=part),
-                    save_latest=save_latest,
-                    exclude_frozen=exclude_frozen,
-                    later=pinned,
-                )
-            except BaseException:
-                if pinned is not None:
-                    self.background.release(pinned)
-                raise
+            end = begin_save(
+                self._states(),
+                directory_of_part(whole, self._runtime.part),
+                tag=name,
+                meta=replace(meta, part=part),
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen,
+                later=pinned,
+            )
             if pinned is None:
-                finish()
+                end()
             else:
-                self.background.begin(finish, pinned)
+                ends.append(end)
 
         part = self._part_to_save(whole)
-        with self._saving("save_checkpoint()"):
-            self._runtime.read_by_first(functools.partial(save, part))
+        try:
+            with self._saving("save_checkpoint()"):
+                self._runtime.read_by_first(functools.partial(save, part))
+        except BaseException:
+            if pinned is not None:
+                self.background.release(pinned)
+            raise
+        if pinned is not None:
+            self.background.begin(lambda: [end() for end in ends], pinned)
 
     def _saving(self, call: str) -> AbstractContextManager[None]:
         """A block that fails on all ranks where it fails on one. Those of a part know that of each other."""
@@ -236,7 +240,7 @@ class EngineCheckpoints:
         run = self._runtime.durable
         if run is None or self._coordinator.global_steps % self._runtime.config.durable:
             return
-        if self.background.is_running:
+        if self.background.is_running():
             return
         with self._runtime.clock.waiting("commit"), self._runtime.failures.handed_over():
             run.wait_complete()
@@ -302,7 +306,7 @@ class EngineCheckpoints:
         whole, part = directory_of("load_dir", load_dir), self._runtime.part
         directory = directory_of_part(whole, part)
         unchanged = "load_checkpoint(), before anything has changed,"
-        self._runtime.announce_load()
+        self._runtime.announce("loads a checkpoint")
         with self._runtime.group.together(unchanged):
             expect_parts(whole, part, self._runtime.group.num_parts)
             found = find_checkpoint(directory, None if tag is None else tag_text(tag))

@@ -463,8 +463,8 @@ class Engine:
 
         `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them. Where frozen parameters
         were left out, `load_checkpoint()` leaves them as the model has them. Without `wait` states that have two places
-        (`versions`, `durable`) are written while training goes on: the next save or load, `finish_saving()` and
-        `close()` wait for it, and raise what went wrong.
+        (`durable`, of one rank also `versions`) are written while training goes on: the next save or load,
+        `finish_saving()` and `close()` wait for it, and raise what went wrong.
 
         Raises:
             ConfigError: `save_dir` or `tag` cannot be the name of a directory, or `client_state` cannot be written as

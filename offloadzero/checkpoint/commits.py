@@ -36,6 +36,7 @@ from offloadzero.memory.swap_file import DirectoryLock, SwapFile, sync_directory
 from offloadzero.memory.tiers import Extent, TwoPlaces
 from offloadzero.update.records import Record
 
+BUFFER_PREFIX = "buffer/"  # before a buffer's name, among the tensors in memory
 _NAME = re.compile(r"commit-(\d+)")
 _MAX_BYTES = 1 << 30
 
@@ -57,6 +58,7 @@ class StoredCommit:
     second: Mapping[str, bool]  # by record with two places, whether the second one is the commit's
     random: Mapping[str, Any]
     file_bytes: Sequence[int]  # of each swap file
+    file_paths: Sequence[str]  # where they were
 
     @property
     def number(self) -> int:
@@ -66,6 +68,17 @@ class StoredCommit:
     def reader(self) -> SafetensorsReader:
         """Open what was in memory."""
         return SafetensorsReader(self.path / MEMORY)
+
+    def expect_last(self, swap_file: Path, last_commit: int) -> None:
+        """Raise CheckpointError unless the last commit that a swap file's mark knows of is this one or that before it.
+
+        The mark is written when a commit is made, and before the next one begins.
+        """
+        if last_commit not in (self.number - 1, self.number):
+            when = "after" if last_commit > self.number else "before"
+            raise CheckpointError(
+                f"{swap_file} has states of {when} {self.path}: commits and swap files belong together"
+            )
 
 
 class RunDirectory:
@@ -105,7 +118,7 @@ class RunDirectory:
         """Write a commit; `sync` makes what it says of the swap files last before it counts.
 
         Args:
-            described: layout, second, random and file_bytes, as in `StoredCommit`.
+            described: layout, second, random, file_bytes and file_paths, as in `StoredCommit`.
             memory: the tensors in memory, flat and in pieces.
         """
         path = self.path / f"commit-{number}"
@@ -169,6 +182,7 @@ def _described(record: Record) -> Layout:
             for kind, (dtype, num_elements) in record.layout.items()
         },
         "gradient": None if grad is None else grad.tier.value,
+        "divided": [record.num_trainable, record.shard.world_size, record.is_gathered],
     }
 
 

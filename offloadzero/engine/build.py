@@ -326,7 +326,7 @@ class Parts:
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
             loss_scale=policy.loss_scale,
         )
-        self.announcements = Announcements(group, records)
+        self.announcements = Announcements(group.states, records)
         homes = HomeAccess(store, changes, clock=clock, group=group, announcements=self.announcements)
         self.weights = WeightAccess(store, homes, changes, executor, is_coded=coded.is_coded)
         self.blocks = ScriptBlocks(

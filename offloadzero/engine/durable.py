@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offloadzero.checkpoint.commits import (
+    BUFFER_PREFIX,
     RunDirectory,
     StoredCommit,
     expect_same_layout,
@@ -173,10 +174,7 @@ class DurableRun:
         if found is not None:
             expect_same_layout(found, self._layout)
             for file in self._files:
-                if file.last_commit > found.number:
-                    raise CheckpointError(
-                        f"{file.path} has states of after {found.path}: commits and swap files belong together"
-                    )
+                found.expect_last(file.path, file.last_commit)
 
     @property
     def description(self) -> str:
@@ -194,6 +192,8 @@ class DurableRun:
             return
         # A newer one is not of all ranks, and would not be whole for long.
         self._directory.keep_only(self._number)
+        for file in self._files:
+            file.note_commit(self._number)  # the end may have come between a commit and its mark
         for record in self._records:
             of_commit = self.found.second.get(record.name)
             if of_commit is None:
@@ -216,7 +216,7 @@ class DurableRun:
             for name, segment, num_elements in self._in_memory:
                 self._store.write(segment, reader.read(name)[:num_elements]).wait()
             for name, buffer in persistent_buffers(self._model).items():
-                write_buffer(buffer, reader.read(_buffer_name(name)))
+                write_buffer(buffer, reader.read(BUFFER_PREFIX + name))
 
     # --- commits ---
 
@@ -227,7 +227,7 @@ class DurableRun:
         self._number += 1
         number = self._number
         buffers = {
-            _buffer_name(name): buffer.detach().to("cpu", copy=True)
+            BUFFER_PREFIX + name: buffer.detach().to("cpu", copy=True)
             for name, buffer in persistent_buffers(self._model).items()
         }
         steps: dict[str, int] = {}
@@ -267,6 +267,7 @@ class DurableRun:
             "second": {name: of_second for name, of_second in second.items() if of_second is not None},
             "random": random,
             "file_bytes": [file.num_bytes for file in self._files],
+            "file_paths": [str(file.path) for file in self._files],
         }
         self._directory.write(number, meta, described, memory=memory, sync=self._sync)
         there = torch.ones(1, dtype=torch.uint8, device="cpu")
@@ -291,10 +292,6 @@ class DurableRun:
             piece = torch.empty(stop - start, dtype=segment.dtype, device="cpu")
             self._store.read(segment, piece, start=start).wait()
             yield piece
-
-
-def _buffer_name(name: str) -> str:
-    return f"buffer/{name}"
 
 
 def _segments_in_memory(records: Sequence[Record]) -> Iterator[tuple[str, Segment, int]]:

@@ -326,12 +326,12 @@ class Runtime:
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do work that reads all states and is done once. All ranks call this; the first one does the work."""
-        self.parts.announcements.read_by_first(work, self.weights.homes.read)
+        self.weights.homes.read_by_first(work)
 
-    def announce_load(self) -> None:
-        """Raise StateError on all ranks unless all load a checkpoint now: what they agree on has sizes of its own."""
+    def announce(self, act: str) -> None:
+        """Raise StateError on all ranks unless all begin that act now: what they agree on has sizes of its own."""
         with self.clock.waiting("state access"), self.store.failures.handed_over():
-            self.parts.announcements.announce("loads a checkpoint")
+            self.parts.announcements.announce(act)
 
     def odd_ranks(self, what: str, text: str, *, of_part: str) -> list[int]:
         """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages.

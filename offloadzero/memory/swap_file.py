@@ -43,6 +43,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from offloadzero.core.constants import GRID_BYTES
 from offloadzero.core.interrupts import uninterrupted
@@ -73,6 +74,26 @@ class KeptFile:
 
     name: str
     file_bytes: Sequence[int] = ()  # its least size in each directory; none: it begins anew
+
+
+class KeptMark(NamedTuple):
+    """What a swap file that was kept says of itself, and its size."""
+
+    file_id: str
+    last_commit: int
+    num_bytes: int
+
+
+def read_kept_mark(path: Path) -> KeptMark:
+    """Read the mark of a file, whatever it is. Raises OSError."""
+    with path.open("rb") as file:
+        mark = file.read(MARK_BYTES)
+        file_id = mark[len(_MAGIC) : len(_MAGIC) + _ID_BYTES].hex()
+        return KeptMark(file_id, _last_commit(mark), os.fstat(file.fileno()).st_size)
+
+
+def _last_commit(mark: bytes) -> int:
+    return int.from_bytes(mark[_COMMIT_AT : _COMMIT_AT + 8], "little")
 
 
 class DirectoryLock:
@@ -206,7 +227,7 @@ class SwapFile:
     @property
     def last_commit(self) -> int:
         """The number of the last commit that the mark knows of, which needs the data; 0: there is none."""
-        return int.from_bytes(os.pread(self.descriptor, 8, _COMMIT_AT), "little")
+        return _last_commit(os.pread(self.descriptor, MARK_BYTES, 0))
 
     def note_commit(self, number: int) -> None:
         """Note a commit in the mark: the file does not begin anew, nor with a commit before it."""

@@ -157,7 +157,8 @@ class Group:
     # Used by the script's thread and that of its backward; host memory:
     control: Collectives = field(default_factory=Collectives)
     states: Collectives = field(default_factory=Collectives)  # states that scripts read; host memory
-    commits: Collectives = field(default_factory=Collectives)  # of a durable run; host memory
+    # Of a durable run, and of checkpoints that it saves in the background while there are no commits; host memory:
+    commits: Collectives = field(default_factory=Collectives)
     near_weights: Collectives | None = None  # fetches, among ranks of a machine that keep copies of weights
     near_gradients: Collectives | None = None  # codes of gradients, within a machine
     far_gradients: Collectives | None = None  # the same, between the ranks of equal place in their machines

@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ LEAST_GROUPS = 4  # of one engine, in host memory
 MOST_GROUPS = 14  # of one engine, with its parts of the device: on the CPU these are gloo's, too
 BESIDE_CONNECTIONS = 5  # of one group
 SPARE = 256  # files of the script, of the drive, of checkpoints
+
+# The least timeout of the collectives of commits: a drive that stands still keeps background threads waiting alone.
+_COMMITS_TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -207,7 +211,7 @@ def make_ranks(
         decisions=of_data("gloo"),
         control=control,
         states=of_data("gloo"),
-        commits=of_data("gloo") if commits else Collectives(),
+        commits=channels.of_all("gloo", least_timeout=_COMMITS_TIMEOUT) if commits else Collectives(),
         failure_store=channels.failure_store,
         near_weights=channels.of_part(on_device, consecutive_groups(world, node_ranks)),
         near_gradients=channels.of_part(on_device, near),
@@ -263,9 +267,10 @@ class _Channels:
             make_room_for_groups(spec.world_size)
             self.failure_store.join(spec.world_size, self._timeout, what=what)
 
-    def of_all(self, backend: str) -> Channel:
-        """Make a channel of all ranks."""
-        return Channel(self._new_group(backend), self._spec, self.failure_store, is_on_host=backend == "gloo")
+    def of_all(self, backend: str, *, least_timeout: timedelta = timedelta()) -> Channel:
+        """Make a channel of all ranks, with the timeout of the default group, or a longer one."""
+        group = self._new_group(backend, least_timeout=least_timeout)
+        return Channel(group, self._spec, self.failure_store, is_on_host=backend == "gloo")
 
     def of_part(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel | None:
         """Make the channel of the one of `groups` that this rank is in. All ranks make all of them."""
@@ -284,11 +289,14 @@ class _Channels:
             raise AssertionError(f"rank {self._spec.rank} is in none of {groups}")
         return own
 
-    def _new_group(self, backend: str, members: list[int] | None = None) -> Any:
+    def _new_group(
+        self, backend: str, members: list[int] | None = None, *, least_timeout: timedelta = timedelta()
+    ) -> Any:
         spec, bound = self._spec, without_bound_device() if backend == "gloo" else nullcontext()
         backend = "fake" if self._is_fake else backend
+        timeout = None if self._timeout is None else max(self._timeout, least_timeout)
         with named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"), bound:
-            return dist.new_group(members, backend=backend, timeout=self._timeout)
+            return dist.new_group(members, backend=backend, timeout=timeout)
 
 
 def make_room_for_groups(num_ranks: int) -> None:

@@ -290,13 +290,13 @@ class Record:
         self.committed = self.committed.flipped()
         self.edits.note()
 
-    def pin(self) -> Record | None:
-        """Return the record as it is, and have updates write its other places; None where they cannot.
+    @property
+    def can_be_pinned(self) -> bool:
+        """Whether updates can write its other places alone."""
+        return bool(self.kept_trainable) and self.has_versions and self.committed is not Committed.NEXT
 
-        Its updates are home. `unpin` ends that.
-        """
-        if not self.kept_trainable or not self.has_versions or self.committed is Committed.NEXT:
-            return None
+    def pin(self) -> Record:
+        """Return the record as it is, and have updates write its other places. They are home; `unpin` ends that."""
         self.committed = Committed.PRESENT
         present = {kind: self.segments[kind] for kind in self.layout}
         return replace(self, segments={k: replace(each, place=each.present) for k, each in present.items()})

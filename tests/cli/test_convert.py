@@ -86,7 +86,10 @@ def test_what_it_does_not_take_is_named(
         assert convert(words[0], tmp_path / "out", *words[1:]) == USER_ERROR
         assert message in capsys.readouterr().err
     assert convert(tmp_path / "empty", tmp_path / "out") == FAILURE
-    assert "no checkpoint of offloadzero, none of DeepSpeed's, and no folder" in capsys.readouterr().err
+    assert (
+        "no checkpoint of offloadzero, none of DeepSpeed's, no durable run, and no folder"
+        in capsys.readouterr().err
+    )
     assert contents(tmp_path) == before
 
 

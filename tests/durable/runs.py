@@ -23,7 +23,6 @@ from offloadzero.zero import (
 from tests.support.checkpoints import state_digest
 
 NUM_STEPS = 7
-WIDTH = 31
 SAVED = "saved"  # beside the run
 MIXED = [{"units": "*", "param": "host", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "host"}]
 ON_DEVICE = [{"units": "*", "param": "device", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "nvme"}]
@@ -37,10 +36,10 @@ FP16 = {
 class Block(nn.Module):
     """A linear layer with frozen weights in the same unit, as an adapter has, dropout and a buffer."""
 
-    def __init__(self, *, is_adapter: bool) -> None:
+    def __init__(self, width: int, *, is_adapter: bool) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
+        self.base = nn.Linear(width, width)
+        self.up = nn.Linear(width, width)
         self.drop = nn.Dropout(0.1)
         self.base.requires_grad_(not is_adapter)
         self.register_buffer("seen", torch.zeros(3))
@@ -53,13 +52,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks and an embedding with a tied head; one parameter is not used in every step."""
 
-    def __init__(self, *, is_adapter: bool = False) -> None:
+    def __init__(self, width: int, *, is_adapter: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(24, WIDTH)
+        self.embed = nn.Embedding(24, width)
         self.embed.requires_grad_(not is_adapter)
-        self.blocks = nn.ModuleList(Block(is_adapter=is_adapter) for _ in range(2))
-        self.rare = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 24, bias=False)
+        self.blocks = nn.ModuleList(Block(width, is_adapter=is_adapter) for _ in range(2))
+        self.rare = nn.Linear(width, width)
+        self.head = nn.Linear(width, 24, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor, *, uses_rare: bool) -> torch.Tensor:
@@ -83,6 +82,11 @@ class Kind:
     num_ranks: int = 1
     saves: tuple[int, ...] = ()  # steps before which a checkpoint begins to be saved in the background
     writes: bool = False  # the script writes weights and states before every second step
+
+    @property
+    def width(self) -> int:
+        """Of the model's layers: with several ranks more, or all that one of them has would be padding."""
+        return 31 if self.num_ranks == 1 else 67
 
 
 KINDS = {
@@ -129,6 +133,7 @@ KINDS = {
     "two ranks stage 1": Kind(ON_DEVICE, top={"zero_optimization": {"stage": 1}}, num_ranks=2),
     "two ranks stage 2": Kind(ON_DEVICE, top={"zero_optimization": {"stage": 2}}, num_ranks=2),
     "two ranks stage 3": Kind(top={"zero_optimization": {"stage": 3}}, num_ranks=2),
+    "two ranks, saves": Kind(top={"zero_optimization": {"stage": 3}}, num_ranks=2, saves=(2, 5)),
     "two ranks mixed": Kind(MIXED, top={"zero_optimization": {"stage": 3}}, num_ranks=2),
 }
 
@@ -162,7 +167,7 @@ def make(kind: Kind, directory: Path | str, *, durable: bool = True) -> Any:
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    model = Net(is_adapter=kind.is_adapter)
+    model = Net(kind.width, is_adapter=kind.is_adapter)
     return offloadzero.initialize(model=model, config=config_of(kind, directory, durable=durable))[0]
 
 

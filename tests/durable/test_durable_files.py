@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
+from offloadzero.memory.swap_file import read_kept_mark
 from tests.durable.runs import KINDS, MIXED, Kind, digest, make, train_step
 from tests.support.tiny import small_disk, start_script
 
@@ -197,6 +198,32 @@ def test_commits_of_before_beside_the_swap_file_of_now_are_refused(tmp_path: Pat
     shutil.rmtree(tmp_path / RUN)
     (tmp_path / "present").rename(tmp_path / RUN)
     expect_at(tmp_path, 4, found)
+
+
+def test_a_swap_file_of_before_beside_the_commits_of_now_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path)
+    swap = tmp_path / f"{RUN}.bin"
+    before = swap.read_bytes()
+    found = begin(tmp_path, num_steps=4)
+    now = swap.read_bytes()
+    swap.write_bytes(before)
+    with pytest.raises(
+        CheckpointError, match=rf"{RUN}\.bin has states of before .*commit-4: commits and swap files"
+    ):
+        make(NVME, tmp_path)
+    swap.write_bytes(now)
+    expect_at(tmp_path, 4, found)
+
+
+def test_a_mark_that_a_kill_has_left_behind_catches_up(tmp_path: Path) -> None:
+    """Or a second kill between a commit and its mark would leave it two behind."""
+    found = begin(tmp_path)
+    for number in (1, 2):
+        with (tmp_path / f"{RUN}.bin").open("r+b") as file:
+            file.seek(256)
+            file.write(number.to_bytes(8, "little"))
+        expect_at(tmp_path, 2, found)
+        assert read_kept_mark(tmp_path / f"{RUN}.bin").last_commit == 2
 
 
 def test_a_swap_file_that_has_grown_since_is_the_runs(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ KILLS_PER_RUN = 3
 # Those that differ most come first.
 ORDER = (
     "host parameters",
-    "two ranks stage 3",
+    "two ranks, saves",
     "mixed",
     "fp16 mixed",
     "script writes",

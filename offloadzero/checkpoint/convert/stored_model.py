@@ -1,8 +1,8 @@
 """A model as it is stored, whoever has stored it, and the writing of it as a checkpoint of this package.
 
 [Note: conversions]
-What reads a kind of files (`read_checkpoint` here, `read_folder`, `read_deepspeed`) checks them and returns a
-`StoredModel`, which holds names, shapes and places in files. What writes a kind (`write_checkpoint` here,
+What reads a kind of files (`read_checkpoint` here, `read_folder`, `read_deepspeed`, `read_run`) checks them and returns
+a `StoredModel`, which holds names, shapes and places in files. What writes a kind (`write_checkpoint` here,
 `write_folder`) takes the values from there, a piece at a time, and brings each to the dtype that it writes. So memory
 does not grow with the model or its largest tensor. The destination is written beside its name and takes it when all of
 it is on the disk.
@@ -159,7 +159,11 @@ def _entries(model: StoredModel) -> list[Entry]:
     for name, weight in model.weights.items():
         states = model.states.get(name)
         entries.append(Entry(weight, weight.dtype if states is None else torch.float32))
-        entries += [Entry(state, torch.float32) for state in states or ()]
+        # Codes of the compact layout are kept.
+        entries += [
+            Entry(state, torch.float32 if state.dtype.is_floating_point else state.dtype)
+            for state in states or ()
+        ]
     twice = [name for name, count in Counter(entry.tensor.name for entry in entries).items() if count > 1]
     if twice:
         raise CheckpointError(f"{twice[0]} is a parameter, and by its name a state of another")
