@@ -108,7 +108,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: the collector, which many tests call, need not go through it each time."""
     if hasattr(session.config, "workerinput"):
         import torch._dynamo  # noqa: F401 -- an optimizer imports it, so each worker does sooner or later
-    gc.collect()
     gc.freeze()
     # At its usual threshold, 700, it took 5 to 9 % of the time of all. Tests that are about garbage call it.
     gc.set_threshold(5_000)
@@ -153,6 +152,18 @@ def faults() -> Iterator[ExitStack]:
     """Keeps delays and faults of tests/support/faults.py, entered in it, until the test's end."""
     with ExitStack() as entered:
         yield entered
+
+
+@pytest.fixture(autouse=True, scope="session")
+def seeds_of_devices_that_are_there() -> Iterator[None]:
+    """For each other kind `torch.manual_seed()` would keep a call and the stack as text: a millisecond a time."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
