@@ -21,6 +21,7 @@ from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Promise, Ticket
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import Trial
+from tests.support.cases import IN_FULL
 from tests.support.faults import delays, observes
 from tests.support.versions import (
     ADOPTED,
@@ -123,12 +124,10 @@ EDITS: dict[str, tuple[Edit, int]] = {
 }
 
 
-# The homes of parameters, masters and gradients.
-HOMES = {
-    "nvme": ("nvme", "nvme", "nvme"),
-    "gradients on host": ("nvme", "nvme", "host"),
-    "mixed": ("host", "nvme", "host"),
-}
+# The homes of parameters, masters and gradients. Each script meets each home of parameters and of gradients.
+HOMES = {"nvme": ("nvme", "nvme", "nvme"), "mixed": ("host", "nvme", "host")}
+if IN_FULL:
+    HOMES["gradients on host"] = ("nvme", "nvme", "host")
 
 
 @pytest.mark.parametrize("homes", HOMES)
