@@ -24,14 +24,10 @@ import transformers
 from safetensors import safe_open
 
 import offloadzero
-from offloadzero.integrations.transformers import CollectiveSaving
+from offloadzero.integrations.transformers import Trainer
 
 TOKENS, GIB = 64, 1 << 30
 IDS = torch.arange(TOKENS).view(1, TOKENS)
-
-
-class Trainer(CollectiveSaving, transformers.Trainer):
-    """Saves an offloaded model."""
 
 
 def reset_peak() -> None:

@@ -28,7 +28,7 @@ from offloadzero.update.records import Record
 # Of a rank that is in another library's collective nothing tells that it will not come.
 _ADVICE = (
     "All ranks must read it, as in state_dict(): one that saves alone waits for the others. Under the Trainer of "
-    "transformers, put CollectiveSaving (offloadzero.integrations.transformers) before its class"
+    "transformers, take that of offloadzero.integrations.transformers, or put its CollectiveSaving before your class"
 )
 _SAVES = "saves"  # the act of a rank that follows the first one, or ends what leads the others
 _ENDED, _FAILED = -1, -2  # in the place of a record's number, where the first rank reads no more

@@ -342,7 +342,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise StateError(
                 f"{', '.join(replaced[:5])} ({len(replaced)} in all): another parameter was put there after offload(), "
                 "by PEFT's load_adapter() in the Trainer's resume, say, and this optimizer does not train it: load "
-                "values into the model as it is, or put offloadzero.integrations' CollectiveSaving before the Trainer"
+                "values into the model as it is, or take the Trainer of offloadzero.integrations.transformers"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -17,6 +17,7 @@ from offloadzero.memory import device as devices
 from offloadzero.native import kernels
 
 NORM_ELEMENTS = 1 << 20  # of a gradient on a device that are squared at once: 8 MiB of fp64
+MASTER_ELEMENTS = 1 << 20  # of master weights that are joined or split at once
 
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
@@ -89,11 +90,21 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """Return the fp32 master weights of (bf16, its remainder), (fp16, fp32) or (fp32, None): a new tensor."""
     weights = torch.empty_like(param, dtype=torch.float32)
-    remainders.join(weights, param, master, spare=torch.empty_like(weights))
+    for part, part_param, part_master in _pieces(weights, param, master):
+        remainders.join(part, part_param, part_master, spare=torch.empty_like(part))
     return weights
 
 
 def split_master(weights: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None) -> None:
     """Write fp32 master weights into a record's parameter and remainder (or fp32 master). NaN stays NaN."""
-    is_lost = master is not None and master.dtype != torch.float32
-    remainders.split(weights.clone() if is_lost else weights, param, master, spare=torch.empty_like(weights))
+    for part, part_param, part_master in _pieces(weights, param, master):
+        remainders.split(part.clone(), part_param, part_master, spare=torch.empty_like(part))
+
+
+def _pieces(
+    weights: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield views of contiguous tensors piece by piece: what an embedding needs in passing is not of its size."""
+    for start in range(0, weights.numel(), MASTER_ELEMENTS):
+        part = slice(start, start + MASTER_ELEMENTS)
+        yield weights.view(-1)[part], param.view(-1)[part], None if master is None else master.view(-1)[part]

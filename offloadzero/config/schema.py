@@ -341,14 +341,14 @@ class UpdateConfig:
         allowed=("error", "skip"),
     )
     chunk_elements: int = own_key(
-        4 * 1024 * 1024,
+        2 * 1024 * 1024,
         f"elements per pipelined piece, a multiple of {CHUNK_MULTIPLE} (of {COMPACT_CHUNK_MULTIPLE} with state_layout "
         "compact); {default} when absent",
         read_multiple,
         of=CHUNK_MULTIPLE,
     )
     num_chunks_in_flight: int = own_key(
-        3,
+        8,
         "pieces being read, updated and written at once; {default} when absent",
         read_int,
         minimum=1,

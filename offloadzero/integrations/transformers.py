@@ -1,19 +1,23 @@
-"""The Trainer of transformers, and those of TRL that are made from it: over several ranks, and its checkpoints."""
+"""The Trainer of transformers, and those of TRL that are made from it: offloaded, on one rank or several."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from offloadzero.api.checkpoints import EngineCheckpoints
-from offloadzero.api.optimizer import ACCELERATE_MARK, OffloadedOptimizer
+from offloadzero.api.optimizer import ACCELERATE_MARK, ConfigSource, OffloadedOptimizer, offload
 from offloadzero.errors import ConfigError
+
+log = logging.getLogger("offloadzero")
 
 _STATES = "offloadzero"  # the folder of the states in a checkpoint of the Trainer
 
@@ -26,20 +30,32 @@ def _remove_older(folder: Path) -> None:
 
 
 class CollectiveSaving:
-    """Put before a Trainer's class: `class Offloaded(CollectiveSaving, Trainer): ...`.
+    """Put before a Trainer's class: `class Offloaded(CollectiveSaving, KTOTrainer): ...`.
+
+    With `offload_config` (a dict, the path of a JSON file, or an OffloadConfig) the Trainer offloads its model, and the
+    optimizer that it makes or that `optimizers` has: in the place of moving the model to the device. Where the
+    configuration has `activation_checkpoints`, `gradient_checkpointing` is switched off. Without `offload_config` the
+    model may be one that `offload()` has returned, with `optimizers=(optimizer, None)`.
 
     The Trainer has rank 0 save alone. Where ranks have parts of weights and states all of them read, and rank 0 writes:
     a model of transformers in files of `max_shard_size`, one of which is in memory at a time, and of a PEFT model the
     adapters alone, as `PeftModel.from_pretrained(base, folder)` loads them. Its checkpoints have the
     optimizer's states as this package's, which are written and read one after the other; the Trainer by itself reads
-    them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, and for
-    `save_on_each_node`.
+    them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, for
+    `save_on_each_node`, and for `model_init` with `offload_config`; and what `offload()` raises.
     """
 
     max_shard_size = "500MB"
 
-    def __init__(self, *args: Any, **keys: Any) -> None:
+    def __init__(self, *args: Any, offload_config: ConfigSource | None = None, **keys: Any) -> None:
+        self._offload_config = offload_config
+        if offload_config is not None:  # what create_optimizer() goes by, and the Trainer sets too late
+            named = {**inspect.signature(super().__init__).bind_partial(*args, **keys).arguments, **keys}
+            self.optimizer, _ = named.get("optimizers", (None, None))
+            self.optimizer_cls_and_kwargs = named.get("optimizer_cls_and_kwargs")
         super().__init__(*args, **keys)
+        if offload_config is not None:
+            self.optimizer = self._made
         model, given = self.model, self.args  # type: ignore[attr-defined]
         if given.save_on_each_node:
             allowed = "False: rank 0 writes what all ranks read"
@@ -55,9 +71,28 @@ class CollectiveSaving:
                 allowed = f'"{name}": {{"enabled": true}} in the configuration: there is no autocast over several ranks'
                 raise ConfigError(f"TrainingArguments.{name}", True, allowed)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Offload the model: the last call before the Trainer moves it to the device, where it may not fit."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        config, self._offload_config = self._offload_config, None
+        if config is None:
+            return
+        if getattr(self, "model", None) is None:
+            allowed = "a model with offload_config: none of model_init, and transformers 4.53 or newer"
+            raise ConfigError("Trainer.model", None, allowed)
+        made = self.create_optimizer()  # type: ignore[attr-defined]
+        _, self._made = offload(self.model, made, config)  # type: ignore[attr-defined]
+        if self._made.runtime.config.activation_checkpoints is not None:
+            for name in ("gradient_checkpointing", "activation_checkpointing"):  # its names in 4 and 5
+                if getattr(self.args, name, None):  # type: ignore[attr-defined]
+                    log.info("%s is off: the configuration's activation_checkpoints take its place", name)
+                    setattr(self.args, name, False)  # type: ignore[attr-defined]
+            if hasattr(self.model, "config"):  # type: ignore[attr-defined]
+                self.model.config.use_cache = False  # type: ignore[attr-defined]  # it would grow once more in backward
+
     def _offloaded(self) -> OffloadedOptimizer | None:
         """The optimizer that `offload()` has returned, which accelerate wraps."""
-        given = self.optimizer  # type: ignore[attr-defined]
+        given = self.optimizer
         optimizer = getattr(given, "optimizer", given)
         return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
@@ -74,7 +109,7 @@ class CollectiveSaving:
         if optimizer is None:
             save()
             return
-        if not isinstance(model, PreTrainedModel) or "save_pretrained" in vars(model):
+        if not isinstance(model, transformers.PreTrainedModel) or "save_pretrained" in vars(model):
             optimizer.runtime.read_by_first(save)
             return
         in_files = partial(model.save_pretrained, max_shard_size=self.max_shard_size)
@@ -111,3 +146,10 @@ class CollectiveSaving:
             checkpoints.load(found, lr_scheduler=None)
         schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
+
+
+class Trainer(CollectiveSaving, transformers.Trainer):
+    """The Trainer of transformers: `Trainer(model=model, args=args, ..., offload_config="config.json")`.
+
+    Everything else is as there; `CollectiveSaving` says what is offloaded, saved and raised.
+    """

@@ -56,7 +56,7 @@ def auto(device: int | None = None, host: int | None = None, **keys: Any) -> Off
         "placement": PlacementConfig(auto=True),
         "budgets": BudgetConfig(device=device, host=host),
         "nvme_paths": (Path("/nowhere"),),
-        "update": UpdateConfig(chunk_elements=4096),
+        "update": UpdateConfig(chunk_elements=4096, num_chunks_in_flight=3),
     }
     return OffloadConfig(**{**base, **keys})
 
@@ -442,7 +442,7 @@ def loop(engine: Any) -> list[float]:
 def engine_config(
     directory: Path, placement: str, budgets: Mapping[str, int], **options: Any
 ) -> dict[str, Any]:
-    own = {"budgets": dict(budgets), "update": {"chunk_elements": 4096}}
+    own = {"budgets": dict(budgets), "update": {"chunk_elements": 4096, "num_chunks_in_flight": 3}}
     return merge(make_config(placement, directory, **options), {"offloadzero": own})
 
 

@@ -218,7 +218,7 @@ def fuller_by_time(*, has_inputs: bool = False) -> tuple[dict[str, Any], Rates, 
             "/tmp",
             placement="auto",
             placement_tokens=256,
-            update={"chunk_elements": 65_536},
+            update={"chunk_elements": 65_536, "num_chunks_in_flight": 3},
             budgets={"device": 8 << 20, "host": budget},
             **inputs,
         )
@@ -295,7 +295,12 @@ def test_an_engine_goes_by_what_was_measured_and_trains_the_same(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drive = tmp_path / "drive"
     drive.mkdir()
-    config = settings(drive, placement="auto", budgets={"device": "200KiB", "host": "800KiB"})
+    config = settings(
+        drive,
+        placement="auto",
+        budgets={"device": "200KiB", "host": "800KiB"},
+        update={"num_chunks_in_flight": 3},
+    )
     by_bytes, table = trained(config)
     assert "by the simulated step" not in table
     config["offloadzero"]["placement_tokens"] = 18

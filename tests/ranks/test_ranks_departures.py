@@ -204,7 +204,7 @@ def test_a_rank_that_reads_before_the_others_says_so_once(found: Found) -> None:
     assert text.startswith(
         "what the ranks do (reads emb.weight (param)): the all-to-all (rank 0 of 2): has waited"
     )
-    assert "Under the Trainer of transformers, put CollectiveSaving" in text
+    assert "Under the Trainer of transformers, take that of offloadzero.integrations.transformers" in text
     assert not late
 
 

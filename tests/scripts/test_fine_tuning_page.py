@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shutil
@@ -20,8 +21,8 @@ from tests.support.ranks import run_torchrun
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "fine-tuning.md").read_text()
 README = (ROOT / "README.md").read_text()
-RATES = re.compile(r"lr=1e-\d")
-RATE = "lr=1e-2"  # a few steps with it show; the page's are for many
+RATES = re.compile(r"learning_rate=1e-\d")
+RATE = "learning_rate=1e-2"  # a few steps with it show; the page's are for many
 PROCESS_BYTES = 364 << 20  # of Python and torch, as a new process has them
 OUTPUT = 'output_dir="checkpoints"'
 NEEDS = {"2": ("peft",), "3": ("trl", "datasets"), "4": ("trl", "datasets")}
@@ -99,6 +100,53 @@ def test_a_recipe_trains(recipe: str, home: Path) -> None:
     expect_trained(home, recipe)
 
 
+def plain_of(script: str) -> str:
+    """The same script without offloading."""
+    script = re.sub(r"^import offloadzero\.integrations\.\w+\n", "", script, flags=re.MULTILINE)
+    script = re.sub(r"^with offloadzero\.zero\.Init\(.*\):\n    ", "", script, flags=re.MULTILINE)
+    script = script.replace('    offload_config="config.json",\n', "")
+    return script.replace("offloadzero.integrations.", "")
+
+
+def changed_lines(recipe: str, sign: str) -> list[str]:
+    (script,) = code(f"{recipe}. ", "python")
+    diff = list(difflib.unified_diff(plain_of(script).splitlines(), script.splitlines(), n=0))[2:]
+    return [line for line in diff if line.startswith(sign)]
+
+
+@pytest.mark.parametrize("recipe", ["1", "2", "3", "4"])
+def test_a_recipe_has_five_lines_more_than_the_plain_script(recipe: str) -> None:
+    assert len(changed_lines(recipe, "+")) == 5
+    assert len(changed_lines(recipe, "-")) == 2  # the two that it writes anew
+
+
+@pytest.mark.parametrize("recipe", ["1", "4"])
+def test_a_recipe_without_the_five_lines_is_a_plain_script(recipe: str, home: Path) -> None:
+    for needed in NEEDS.get(recipe, ()):
+        pytest.importorskip(needed)
+    script = plain_of(recipe_of(recipe))
+    assert "offload" not in script
+    forget_accelerate()
+    exec(compile(script, f"plain {recipe}", "exec"), {"__name__": "__main__"})
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    assert loss_of(tuned, home) < loss_of(base, home) - 0.1
+
+
+def test_the_page_shows_the_five_lines() -> None:
+    (shown,) = code("The five lines", "diff")
+    for sign in "+-":
+        assert [line for line in shown.splitlines() if line.startswith(sign)] == changed_lines("1", sign)
+
+
+def test_a_class_of_ones_own_is_made_as_the_page_says() -> None:
+    trl = pytest.importorskip("trl")
+    (script,) = code("The five lines", "python")
+    names: dict[str, Any] = {"trl": trl}
+    exec(compile(script, "fine-tuning.md", "exec"), names)
+    assert issubclass(names["KTOTrainer"], trl.KTOTrainer)
+
+
 def test_the_second_recipe_trains_over_a_base_of_four_bits(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +164,7 @@ def test_the_second_recipe_trains_over_a_base_of_four_bits(
         seen.extend(type(param).__name__ for param in model.parameters())
         return original(model, *arguments)
 
-    monkeypatch.setattr("offloadzero.offload", offload)
+    monkeypatch.setattr("offloadzero.integrations.transformers.offload", offload)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(f"{script[:first]}{loading}{script[last:]}", "recipe", "exec"), names)
     assert seen.count("Params4bit") == 3 * 7
@@ -130,6 +178,7 @@ def test_a_recipe_runs_on_several_ranks(home: Path) -> None:
     assert (option, number) == ("--nproc-per-node", "8")
     run = run_torchrun(home / script, *words, cwd=home, timeout_s=110)
     assert run.returncode == 0, run.stderr
+    assert not any((home / "offload-files").iterdir())  # though nothing is closed
     expect_trained(home, "5")
 
 
@@ -141,9 +190,7 @@ def test_the_lines_of_the_readme_fine_tune(home: Path) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     lines = (home / "data.jsonl").read_text().splitlines()
     names: dict[str, Any] = {
-        "torch": torch,
         "transformers": transformers,
-        "offloadzero": offloadzero,
         "tokenizer": tokenizer,
         "rows": [tokenizer(json.loads(line)["text"]) for line in lines],
     }

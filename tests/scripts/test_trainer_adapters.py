@@ -84,6 +84,81 @@ def test_adapters_that_are_put_in_the_place_of_trained_ones_are_an_error(tmp_pat
         train(tmp_path, 4, collective=False, resumes=True)
 
 
+def trainer_of(
+    directory: Path, config: Any, optimizer: Any = None, *, by_position: bool = False, **given: Any
+) -> Any:
+    """A Trainer that offloads a new model, and has trained it for four steps."""
+    from offloadzero.integrations.transformers import Trainer
+
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
+    )
+    model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    rows = [{"input_ids": list(range(n, n + 12)), "labels": list(range(n, n + 12))} for n in range(16)]
+    args = transformers.TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=2, max_steps=4, learning_rate=1e-2,
+        weight_decay=0.1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True, **given,
+    )  # fmt: skip
+    made = None if optimizer is None else optimizer(model)
+    keys: dict[str, Any] = {"offload_config": config}
+    if config is None:
+        model, made = offloadzero.offload(model, made, CONFIG)
+        keys = {}
+    if by_position:
+        trainer = Trainer(model, args, None, rows, *[None] * 6, (made, None), **keys)
+    else:
+        trainer = Trainer(model=model, args=args, train_dataset=rows, optimizers=(made, None), **keys)
+    trainer.train()
+    return trainer
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    found = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.optimizer.optimizer.close()
+    return found
+
+
+def as_the_trainer_makes_it(model: Any) -> torch.optim.Optimizer:
+    """Norms have no weight decay."""
+    norms = [param for name, param in model.named_parameters() if "norm" in name]
+    others = [param for name, param in model.named_parameters() if "norm" not in name]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+@pytest.mark.parametrize("by", ["the Trainer", "the script", "the script, by position"])
+def test_a_trainer_that_offloads_has_the_bits_of_one_that_gets_what_is_offloaded(
+    by: str, tmp_path: Path
+) -> None:
+    def of_the_script(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+
+    optimizer = None if by == "the Trainer" else of_the_script
+    offloading = weights_of(trainer_of(tmp_path, CONFIG, optimizer, by_position="position" in by))
+    given = weights_of(trainer_of(tmp_path, None, optimizer or as_the_trainer_makes_it))
+    assert all(torch.equal(given[name], value) for name, value in offloading.items())
+
+
+def test_activation_checkpoints_take_the_place_of_the_trainers(tmp_path: Path) -> None:
+    plain = weights_of(trainer_of(tmp_path, CONFIG))
+    own = {**CONFIG, "offloadzero": {**CONFIG["offloadzero"], "activation_checkpoints": {}}}  # type: ignore[dict-item]
+    trainer = trainer_of(tmp_path, own, gradient_checkpointing=True)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert all(torch.equal(plain[name], value) for name, value in weights_of(trainer).items())
+    trainer = trainer_of(tmp_path, CONFIG, gradient_checkpointing=True)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert all(torch.equal(plain[name], value) for name, value in weights_of(trainer).items())
+
+
+def test_a_model_that_the_trainer_makes_itself_is_not_offloaded(tmp_path: Path) -> None:
+    from offloadzero.integrations.transformers import Trainer
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match="model_init"):
+        Trainer(args=args, model_init=lambda: torch.nn.Linear(2, 2), offload_config=CONFIG)
+
+
 def test_a_trainer_that_does_not_see_the_ranks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from offloadzero.config import OffloadConfig
+from offloadzero.config import OffloadConfig, UpdateConfig
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.memory.arena import align_up
 from offloadzero.observe.collectives import (
@@ -120,7 +120,7 @@ class StepWork:
     num_grad_leases: int = 2
     num_passing: int = 2
     num_grad_staging: int = 1
-    num_slots: int = 3
+    num_slots: int = UpdateConfig.num_chunks_in_flight
     inputs_ahead: int = 1
 
     @property
