@@ -39,6 +39,7 @@ INTERRUPTED = 130
 MASKED_SHARE = 0.15
 TEXTS = ("text", "prompt", "completion")
 DEFAULT_LR = 1e-5
+RATES = {"lr", "muon_lr", "adam_lr"}  # of an optimizer in --config
 LINE_STEPS = 10  # a line each so many, where there is no terminal for a bar
 HELD_OUT = 20  # one of so many blocks is for evaluation
 
@@ -52,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped before the first step: nothing was saved", file=sys.stderr)
+        print("stopped: the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -71,7 +72,8 @@ def finetune(args: argparse.Namespace) -> int:
     blocks = Blocks(args.data, tokenizer, args.seq_len)
     engine = build(args, config, blocks)
     try:
-        is_interrupted = train(engine, blocks, args)
+        with without_cache(engine.module.config):
+            is_interrupted = train(engine, blocks, args)
         if not is_interrupted:
             save(engine, tokenizer, args)
     finally:
@@ -79,16 +81,16 @@ def finetune(args: argparse.Namespace) -> int:
     return INTERRUPTED if is_interrupted else 0
 
 
-def learning_rate(args: argparse.Namespace) -> float:
-    """The rate of --lr, else of the optimizer in --config, which must have one, else the default."""
+def learning_rate(args: argparse.Namespace) -> float | None:
+    """The rate of --lr; else None where --config has rates, which must have an optimizer, else the default."""
     config: Any = {"optimizer": {}}
     if args.config:
         with suppress(ValueError):  # the library says what is wrong with it
             config = json.loads(args.config.read_text())
     if isinstance(config, dict) and "optimizer" not in config:
         raise ValueError(f'--config {args.config}: it has no "optimizer", such as {{"type": "AdamW"}}')
-    given = config["optimizer"].get("params", {}).get("lr") if isinstance(config, dict) else None
-    return args.lr or given or DEFAULT_LR
+    given = config["optimizer"].get("params", {}) if isinstance(config, dict) else {}
+    return args.lr or (None if given.keys() & RATES else DEFAULT_LR)
 
 
 def default_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,10 +135,19 @@ def show_plan(args: argparse.Namespace, config: dict[str, Any] | str) -> None:
 def build(args: argparse.Namespace, config: dict[str, Any] | str, blocks: Blocks) -> Any:
     """Load the model straight to the homes of its weights, put adapters on, and make the engine."""
     torch.manual_seed(args.seed)
-    blocks.is_masked = is_masked_model(transformers.AutoConfig.from_pretrained(args.model))
+    about = transformers.AutoConfig.from_pretrained(args.model)
+    blocks.is_masked = is_masked_model(about)
     kind = transformers.AutoModelForMaskedLM if blocks.is_masked else transformers.AutoModelForCausalLM
+    # A quantised model would be loaded onto the GPU, all of it.
+    place = {"device_map": {"": "cpu"}} if getattr(about, "quantization_config", None) else {}
     with offloadzero.zero.Init(config_dict_or_path=config):
-        model = kind.from_pretrained(args.model, dtype="auto")
+        model = kind.from_pretrained(args.model, dtype="auto", **place)
+    largest, num_embeddings = blocks.largest_token, model.get_input_embeddings().weight.shape[0]
+    if largest >= num_embeddings:  # on a GPU it would be an assertion of the device
+        allowed = f"{num_embeddings} embeddings: resize_token_embeddings() and save_pretrained() before"
+        raise ValueError(
+            f"--model {args.model}: its tokenizer gives the token {largest}, and it has {allowed}"
+        )
     if args.lora:
         import peft
 
@@ -186,6 +197,16 @@ class Blocks:
     def __len__(self) -> int:
         """The blocks that are trained on."""
         return len(self._train)
+
+    @property
+    def num_held_out(self) -> int:
+        """The blocks of an evaluation."""
+        return len(self._held_out)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest of all token ids."""
+        return int(self._ids.max())
 
     def batch(self, first: int, size: int, seed: int) -> dict[str, Tensor]:
         """Blocks `first` to `first + size` of an endless row of epochs, each in an order of its own."""
@@ -260,6 +281,7 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     """Train up to the last step, from a checkpoint where there is one. True if Ctrl-C ended it: all is saved then."""
     checkpoints = args.output / "checkpoints"
     started = {name: getattr(args, name) for name in ("seq_len", "seed", "lora")} | {"blocks": len(blocks)}
+    rates = [args.lr or group["lr"] for group in engine.optimizer.param_groups]
     loaded, state = engine.load_checkpoint(str(checkpoints))
     if state.get("started", started) != started:
         raise ValueError(f"--output {args.output}: was begun with {state['started']}, and not {started}")
@@ -279,7 +301,7 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
     bar = tqdm(total=num_steps, initial=engine.global_steps, unit="step", disable=not is_shown)
     with stopping_after_step() as is_asked, bar:
         while engine.global_steps < num_steps:
-            set_rate(engine, args.lr, num_steps)
+            set_rate(engine, rates, num_steps)
             # Dropout draws the same in a run that was interrupted.
             torch.manual_seed(args.seed + engine.global_steps * engine.world_size + engine.global_rank)
             position = num_blocks + engine.global_rank * size
@@ -300,8 +322,15 @@ def train(engine: Any, blocks: Blocks, args: argparse.Namespace) -> bool:
             is_last = engine.global_steps == num_steps
             if is_last or num_asked or engine.global_steps % args.save_every == 0:
                 state = {"started": started, "num_blocks": num_blocks}
-                engine.save_checkpoint(str(checkpoints), tag="last", client_state=state)
+                engine.save_checkpoint(
+                    str(checkpoints),
+                    tag="last",
+                    client_state=state,
+                    exclude_frozen_parameters=bool(args.lora),
+                )
             if is_last or (args.eval_every and engine.global_steps % args.eval_every == 0):
+                if is_first and not is_shown:
+                    print(f"evaluation: {blocks.num_held_out} blocks", flush=True)
                 held_out = evaluate(engine, blocks, size)
                 if is_first:
                     tqdm.write(f"step {engine.global_steps}/{num_steps}: evaluation loss {held_out:.4f}")
@@ -323,12 +352,12 @@ def backward(engine: Any, batch: dict[str, Tensor], share: float) -> Tensor:
     return loss.detach() * share
 
 
-def set_rate(engine: Any, lr: float, num_steps: int) -> None:
+def set_rate(engine: Any, rates: Sequence[float], num_steps: int) -> None:
     """A linear warm-up over a thirtieth of the steps, then down to a tenth."""
     done, warm_up = engine.global_steps, max(1, num_steps // 30)
     factor = min((done + 1) / warm_up, 1 - 0.9 * done / num_steps)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr * factor
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
 
 
 @torch.no_grad()
@@ -336,7 +365,9 @@ def evaluate(engine: Any, blocks: Blocks, size: int) -> float:
     """The mean loss of the tokens of all held-out blocks."""
     engine.eval()
     total, num_tokens = torch.zeros((), device=engine.device), 0
-    for batch, count in blocks.held_out(size, engine.global_rank, engine.world_size):
+    batches = blocks.held_out(size, engine.global_rank, engine.world_size)
+    is_hidden = None if engine.global_rank == 0 else True  # None: where there is no terminal
+    for batch, count in tqdm(batches, "evaluation", unit="batch", leave=False, disable=is_hidden):
         total += engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss * count
         num_tokens += count
     engine.train()
@@ -373,6 +404,19 @@ def save(engine: Any, tokenizer: Any, args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(args.output)
         what = "adapters" if args.lora else "weights"
         print(f"saved to {args.output}: {what} in {', '.join(sorted(dtypes))}")
+
+
+@contextmanager
+def without_cache(config: Any) -> Iterator[None]:
+    """The model keeps no keys and values, which activations that are computed again would extend once more."""
+    keeps = getattr(config, "use_cache", False)
+    if keeps:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if keeps:
+            config.use_cache = True
 
 
 @contextmanager

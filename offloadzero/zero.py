@@ -35,6 +35,7 @@ from offloadzero.streaming.building.waiting_parameters import (
     SpilledWeight,
     can_spill,
     is_in_parts,
+    releasing_loaded,
     restore,
     spill,
     spilled_weight,
@@ -106,8 +107,7 @@ class Init:
         self._ranks: BuildingRanks | None = None
         self._dtype = dtype  # None: a parameter keeps all its bits until the engine takes it over
         self._freed = FreedMemory()
-        self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
-        self._original_apply: Callable[..., nn.Module] | None = None
+        self._originals: list[tuple[type[nn.Module], str, Callable[..., Any]]] = []
         if module is not None and enabled:
             self._join()
             with self._telling_others():
@@ -147,8 +147,8 @@ class Init:
             for cls in _all_subclasses(nn.Module):
                 self._wrap(cls)
             setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
-            self._original_apply = nn.Module.apply
-            setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
+            self._replace(nn.Module, "apply", _gathering_apply(nn.Module.apply))
+            self._replace(nn.Module, "register_parameter", releasing_loaded(self._release))
         except BaseException as failure:  # without an entry there would be no exit
             self._unwrap_all()
             if self._ranks is not None:
@@ -194,13 +194,11 @@ class Init:
             raise
 
     def _unwrap_all(self) -> None:
-        for cls, original in self._originals:
-            setattr(cls, "__init__", original)  # noqa: B010
+        for cls, name, original in self._originals:
+            setattr(cls, name, original)
         self._originals = []
         if "__init_subclass__" in nn.Module.__dict__:
             del nn.Module.__init_subclass__  # object's own method shows again
-        if self._original_apply is not None:
-            setattr(nn.Module, "apply", self._original_apply)  # noqa: B010
         Init._active = None
 
     def _wrap(self, cls: type[nn.Module]) -> None:
@@ -217,8 +215,11 @@ class Init:
             if active is not None and outermost is init:
                 active._release(module)
 
-        self._originals.append((cls, original))
-        setattr(cls, "__init__", init)  # noqa: B010 (assigning to a method is what this does)
+        self._replace(cls, "__init__", init)
+
+    def _replace(self, cls: type[nn.Module], name: str, by: Callable[..., Any]) -> None:
+        self._originals.append((cls, name, cls.__dict__[name]))
+        setattr(cls, name, by)
 
     def _release_all(self, module: nn.Module) -> None:
         """Move all parameters away, or none: when a drive is full, say, those that have left come back.

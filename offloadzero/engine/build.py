@@ -187,6 +187,7 @@ def plan_cut(
 
     ConfigError: "auto" has chosen other homes on other ranks.
     """
+    mapped = MappedFiles()  # whose pages count as free already
     plan = plan_engine(
         cut.records,
         config,
@@ -194,10 +195,7 @@ def plan_cut(
         accelerator.asynchronous,
         spec=spec,
         num_checkpointed=num_checkpointed,
-        # What is in a file takes no memory but the page cache's, which is free as it is.
-        movable_bytes=sum(
-            host_bytes(slot.param) for record in cut.records for slot in record.slots if slot.source is None
-        ),
+        movable_bytes=sum(host_bytes(slot.param, mapped) for record in cut.records for slot in record.slots),
         arriving_bytes=sum(
             each.tensor.nbytes
             for record in cut.records

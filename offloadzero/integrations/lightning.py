@@ -11,7 +11,7 @@ else:
 
 
 class OffloadStrategy(DDPStrategy):
-    """`Trainer(strategy=OffloadStrategy())`, with `offload()` in `configure_optimizers` as on one rank.
+    """`Trainer(strategy=OffloadStrategy())`, with `offload()` in `configure_optimizers`; on one GPU as well.
 
     Ranks, samplers and saving are DDPStrategy's; gradients are averaged by offloadzero. With the other one of the
     packages `lightning` and `pytorch_lightning` make such a class of its DDPStrategy.
@@ -21,4 +21,22 @@ class OffloadStrategy(DDPStrategy):
         """Leave the module unwrapped."""
 
     def model_to_device(self) -> None:
-        """Leave the weights where they are: the configuration says where they live."""
+        """Leave the weights where they are, as the configuration says where they live. Metrics go to the device."""
+        module = self.lightning_module
+        if module is None:
+            raise AssertionError("a strategy is set up for a module")
+        module._device = self.root_device  # what `module.device` says: its logs and gathers go there
+        for each in module.modules():
+            if next(each.parameters(), None) is None:
+                each.to(self.root_device)
+
+    def teardown(self) -> None:
+        """Leave the weights where they are at the end, too: DDPStrategy calls `module.cpu()`."""
+        module = self.lightning_module
+        if module is not None:
+            vars(module)["cpu"] = lambda: module
+        try:
+            super().teardown()
+        finally:
+            if module is not None:
+                del vars(module)["cpu"]

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from offloadzero.api.checkpoints import EngineCheckpoints
 from offloadzero.api.optimizer import ACCELERATE_MARK, ConfigSource, OffloadedOptimizer, offload
@@ -42,7 +44,8 @@ class CollectiveSaving:
     adapters alone, as `PeftModel.from_pretrained(base, folder)` loads them. Its checkpoints have the
     optimizer's states as this package's, which are written and read one after the other; the Trainer by itself reads
     them all at once. Raises ConfigError where mixed precision is asked for that the configuration has not, for
-    `save_on_each_node`, and for `model_init` with `offload_config`; and what `offload()` raises.
+    `save_on_each_node`, for several GPUs in one process, and for `model_init` with `offload_config`; and what
+    `offload()` raises.
     """
 
     max_shard_size = "500MB"
@@ -64,6 +67,9 @@ class CollectiveSaving:
         if given.world_size != ranks:
             allowed = f"{ranks}, as torch.distributed has: on CPUs, use_cpu=True"
             raise ConfigError("TrainingArguments.world_size", given.world_size, allowed)
+        if given.n_gpu > 1:  # the Trainer would put nn.DataParallel around the model, and multiply its batch
+            allowed = "one GPU a process: torchrun starts as many, CUDA_VISIBLE_DEVICES=0 hides the others"
+            raise ConfigError("TrainingArguments.n_gpu", given.n_gpu, allowed)
         if (given.bf16 or given.fp16) and getattr(model, ACCELERATE_MARK, False):
             wanted = torch.bfloat16 if given.bf16 else torch.float16
             if all(param.dtype != wanted for param in model.parameters()):
@@ -97,10 +103,19 @@ class CollectiveSaving:
         return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the model, but for adapters, which come with the states: PEFT would put others in their place."""
-        has_adapters = hasattr(self.model if model is None else model, "peft_config")  # type: ignore[attr-defined]
-        if not has_adapters or not (Path(resume_from_checkpoint) / _STATES).is_dir():
+        """Load the model, but for adapters, which come with the states: PEFT would put others in their place.
+
+        What PEFT has saved beside them is loaded, too: embeddings that were resized are in no base.
+        """
+        model = self.model if model is None else model  # type: ignore[attr-defined]
+        folder = Path(resume_from_checkpoint)
+        if not hasattr(model, "peft_config") or not (folder / _STATES).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        with safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as file:
+            for name in sorted(frozen.keys() & set(file.keys())):
+                frozen[name].data.copy_(file.get_tensor(name))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Read on all ranks, and write on the first as the Trainer does."""

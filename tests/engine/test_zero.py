@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offloadzero import ConfigError, zero
@@ -114,6 +115,7 @@ def test_init_disabled(tmp_path: Path) -> None:
 
 
 def test_init_leaves_no_trace(tmp_path: Path) -> None:
+    register = nn.Module.register_parameter
     before = (nn.Linear.__init__, nn.Module.apply, nn.Module.__init_subclass__.__func__
               if hasattr(nn.Module.__init_subclass__, "__func__") else None)  # fmt: skip
 
@@ -127,6 +129,7 @@ def test_init_leaves_no_trace(tmp_path: Path) -> None:
         pass
     assert nn.Linear.__init__ is before[0]
     assert nn.Module.apply is before[1]
+    assert nn.Module.register_parameter is register
     assert "__init_subclass__" not in nn.Module.__dict__
     assert nn.Linear(100, 100).weight.untyped_storage().nbytes() == 40_000
 
@@ -134,6 +137,21 @@ def test_init_leaves_no_trace(tmp_path: Path) -> None:
         pass
 
     assert Later(100, 100).weight.untyped_storage().nbytes() == 40_000
+
+
+def test_what_is_loaded_over_the_meta_device_leaves_memory_unless_it_lies_in_a_file(tmp_path: Path) -> None:
+    """As `from_pretrained` does, which maps weights, and makes new ones of those that it merges or casts."""
+    mapped, merged = torch.ones(100, 100), torch.full((100, 100), 2.0)
+    save_file({"mapped": mapped}, tmp_path / "file")
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+        model[0].weight = nn.Parameter(load_file(tmp_path / "file")["mapped"])
+        model[1].weight = nn.Parameter(merged)
+        assert spilled_weight(model[0].weight) is None
+        assert spilled_weight(model[1].weight) is not None
+    assert torch.equal(model[0].weight.data, mapped)
+    assert torch.equal(model[1].weight.data.clone(), merged)
 
 
 def test_init_inside_init_does_nothing_more(tmp_path: Path) -> None:

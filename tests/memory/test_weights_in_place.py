@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import shutil
@@ -16,6 +17,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import AioError, BudgetError
+from offloadzero.engine import build
 from offloadzero.io.engine import AioBackend
 from offloadzero.memory.mapped_files import MappedFiles
 from offloadzero.memory.tiers import InParts
@@ -100,6 +102,25 @@ NOWHERE: dict[str, Callable[[Path], torch.Tensor]] = {
 def test_what_is_not_provably_in_a_file_is_in_none(base: Path, form: str) -> None:
     value = NOWHERE[form](base / "0.safetensors")
     assert MappedFiles().find(value) is None
+
+
+def test_what_lies_in_a_file_is_no_memory_that_the_homes_get(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of weights that are trained: the page cache counts as free already, and would count twice."""
+    movable = []
+    plan_engine = build.plan_engine
+
+    def noted(*given: Any, **keys: Any) -> Any:
+        movable.append(keys["movable_bytes"])
+        return plan_engine(*given, **keys)
+
+    monkeypatch.setattr(build, "plan_engine", noted)
+    mapped = loaded(base).requires_grad_(True)
+    num_bytes = sum(param.nbytes for param in mapped.parameters())
+    for model in (copy.deepcopy(mapped), mapped):
+        engine_of(base, tmp_path, model=model, budgets={}).close()
+    assert movable == [num_bytes, 0]
 
 
 # --- training ---

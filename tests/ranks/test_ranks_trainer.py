@@ -203,6 +203,10 @@ def by_lightning(wrap: Wrap, path: Path, *, resume: bool = False) -> dict[str, A
         def on_before_optimizer_step(self, _: Any) -> None:
             norms.append(float(grad_norm(self.model, norm_type=2)["grad_2.0_norm_total"]))
 
+        def cpu(self) -> Any:
+            assert not isinstance(wrap, Offloaded), "the weights would leave the device"
+            return super().cpu()
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, eps=1e-4)
             self.model, optimizer = wrap(self.model, optimizer)
@@ -330,6 +334,26 @@ def test_lightning_is_what_it_is_under_ddp_and_goes_on_from_a_checkpoint(
         assert len(plain["norms"]) == 3
         assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
         assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+
+
+def test_a_module_of_lightning_knows_its_device_and_only_its_metrics_go_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`meta` stands for a GPU, where the two differ."""
+    import lightning
+    from torchmetrics import MeanMetric
+
+    from offloadzero.integrations.lightning import OffloadStrategy
+
+    device = torch.device("meta")
+    module = lightning.LightningModule()
+    module.model, module.metric = torch.nn.Linear(2, 2), MeanMetric()
+    strategy = OffloadStrategy()
+    strategy.connect(module)
+    monkeypatch.setattr(OffloadStrategy, "root_device", device)
+    strategy.model_to_device()
+    assert module.device == module.metric.device == device
+    assert not any(param.is_meta for param in module.parameters())
 
 
 def test_accelerate_still_asks_for_the_mark() -> None:

@@ -95,6 +95,7 @@ def test_the_saved_folder_is_what_a_plain_loop_trains(
     assert finetune.main(arguments(folder, tmp_path / "out", f"--config={config}", data=data)) == 0
     weights, said = plain_loop(folder, data)
     expect_close(tmp_path / "out", weights)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").use_cache
     assert said == [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
 
 
@@ -117,6 +118,7 @@ def test_ctrl_c_and_the_same_command_again_is_one_run(
     def interrupted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
+        assert not args[0].module.config.use_cache, "recomputed activations would extend it"
         if calls == 5:  # in the third step
             signal.raise_signal(signal.SIGINT)
         return backward(*args)
@@ -142,11 +144,31 @@ def test_adapters_alone_are_trained_and_saved(folder: Path, tmp_path: Path) -> N
         path.name for path in tmp_path.iterdir()
     }
     assert not (tmp_path / "model.safetensors").exists()
+    saved = [*(tmp_path / "checkpoints" / "last").glob("unit-*.safetensors")]
+    assert saved
+    assert all("lora_" in name for file in saved for name in load_file(file)), "the base is where it was"
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     second = [value for name, value in loaded.named_parameters() if "lora_B" in name]
     assert len(second) == 7 * 3
     assert all(value.abs().max() > 0 for value in second), "they begin at zero"
+
+
+def test_adapters_over_a_base_of_four_bits(folder: Path, tmp_path: Path) -> None:
+    """Saved in the midst, and gone on with."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=four_bits, device_map={"": "cpu"}
+    )
+    model.save_pretrained(base := tmp_path / "base")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(base)
+    given = [*arguments(folder, tmp_path / "out", "--lora=2", "--accumulation=1"), f"--model={base}"]
+    assert finetune.main([*given, "--steps=1"]) == 0
+    assert finetune.main(given) == 0
+    adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(value.abs().max() > 0 for value in adapters.values())
 
 
 def test_two_ranks_train_what_one_does_on_their_batches(folder: Path, tmp_path: Path) -> None:
@@ -255,6 +277,18 @@ def test_folders_that_cannot_be_used(
     assert message in capsys.readouterr().err
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first forward: a GPU would end the process."""
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    few = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **size))
+    few.save_pretrained(model := tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(model)
+    assert finetune.main([*arguments(folder, tmp_path / "out"), f"--model={model}"]) == 1
+    assert "and it has 9 embeddings: resize_token_embeddings()" in capsys.readouterr().err
+
+
 def test_another_run_is_not_gone_on_with(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +322,26 @@ def test_another_batch_goes_on_at_the_next_block(
     for _ in range(2):  # the second time it is at the end
         assert finetune.main([*given, "--micro-batch=4", "--accumulation=1"]) == 0
         assert taken == list(range(in_epoch + (10 - in_epoch) % 4))
+
+
+def test_rates_of_a_configuration_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Muon has two; they fall with the steps, also of a run that goes on, and --lr replaces them."""
+    seen = []
+    set_rate = finetune.set_rate
+
+    def noted(engine: Any, *given: Any) -> None:
+        set_rate(engine, *given)
+        seen.append([group["lr"] for group in engine.optimizer.param_groups])
+
+    monkeypatch.setattr(finetune, "set_rate", noted)
+    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}
+    config = config_file(tmp_path, optimizer=muon)
+    given = [text for text in arguments(folder, tmp_path / "out") if not text.startswith("--lr")]
+    for more in (["--steps=1"], ["--steps=2"], ["--steps=3", "--lr=0.5"]):
+        assert finetune.main([*given, f"--config={config}", *more]) == 0
+    assert seen == [[0.02, 3e-4], [0.02 * 0.55, 3e-4 * 0.55], [0.5 * 0.4, 0.5 * 0.4]]
 
 
 def test_a_masked_language_model(folder: Path, tmp_path: Path) -> None:

@@ -22,9 +22,18 @@ CONFIG = {
 
 
 def train(
-    directory: Path, num_steps: int, *, collective: bool = True, resumes: bool = False, lora: bool = True
+    directory: Path,
+    num_steps: int,
+    *,
+    collective: bool = True,
+    resumes: bool = False,
+    lora: bool = True,
+    base: Path | None = None,
 ) -> Any:
-    """Train adapters of a new model, or all of it, with a checkpoint at the second step. Returns what was trained."""
+    """Train adapters of a new model, or all of it, with a checkpoint at the second step. Returns what was trained.
+
+    `base`: a folder, whose model gets more embeddings, drawn anew each time.
+    """
     from offloadzero.integrations.transformers import CollectiveSaving
 
     bases: tuple[type, ...] = (CollectiveSaving, transformers.Trainer)
@@ -34,6 +43,11 @@ def train(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
     )
     model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    if base is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        torch.seed()
+        model.resize_token_embeddings(100)
+        torch.manual_seed(0)
     if lora:
         peft = pytest.importorskip("peft")  # takes seconds: not where tests are collected
         adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -61,6 +75,21 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_is_not(tmp_path: Path) -
     resumed = train(tmp_path / "resumed", 4, resumes=True)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], value) for name, value in resumed.items())
+
+
+def test_a_resumed_run_has_the_embeddings_that_were_resized(tmp_path: Path) -> None:
+    """The new ones are in no base, and frozen: PEFT saves them beside the adapters."""
+    from safetensors.torch import load_file
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=96))
+    base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    train(tmp_path, 2, base=tmp_path / "base")
+    train(tmp_path, 4, base=tmp_path / "base", resumes=True)
+    saved = [load_file(tmp_path / f"checkpoint-{n}" / "adapter_model.safetensors") for n in (2, 4)]
+    embeddings = [name for name in saved[0] if "lora" not in name]
+    assert len(embeddings) == 2
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in embeddings)
 
 
 def test_a_model_is_saved_in_files_of_a_size_and_resumed_from_them(tmp_path: Path) -> None:
@@ -172,6 +201,19 @@ def test_a_trainer_that_does_not_see_the_ranks_is_refused(
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=False, report_to=[])
     monkeypatch.setattr(type(args), "world_size", 1)
     with pytest.raises(ConfigError, match=r"TrainingArguments\.world_size.*use_cpu=True"):
+        Trainer(model=torch.nn.Linear(2, 2), args=args)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer would put nn.DataParallel around the model."""
+    from offloadzero.integrations.transformers import CollectiveSaving
+
+    class Trainer(CollectiveSaving, transformers.Trainer):
+        pass
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setattr(type(args), "n_gpu", 2)
+    with pytest.raises(ConfigError, match=r"TrainingArguments\.n_gpu = 2.*torchrun.*CUDA_VISIBLE_DEVICES"):
         Trainer(model=torch.nn.Linear(2, 2), args=args)
 
 

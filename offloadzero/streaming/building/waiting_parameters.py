@@ -12,11 +12,12 @@ any two lines leaves it with its value.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from offloadzero.core.interrupts import is_interrupt, uninterrupted_throughout
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass, set_data
 from offloadzero.errors import AioError, StateError
 from offloadzero.memory.arena import align_up
+from offloadzero.memory.mapped_files import MappedFiles
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.ranks.init_parts import ValueParts
@@ -297,6 +299,25 @@ def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:
     wear(param, SpilledWeight(param, param.data, name=name, directory=directory))
 
 
+def releasing_loaded(release: Callable[[nn.Module], None]) -> Callable[..., None]:
+    """Make the `Module.register_parameter` that releases a value which takes the place of one on the meta device.
+
+    So `from_pretrained` of transformers loads a model. What it maps takes no memory; what it merges or casts does.
+    """
+    register = nn.Module.register_parameter
+
+    @functools.wraps(register)
+    def registering(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        before = vars(module).get("_parameters", {}).get(name)
+        register(module, name, param)
+        if before is None or not before.is_meta or type(param) is not nn.Parameter or param.is_meta:
+            return
+        if MappedFiles().offset(param.data) is None:
+            release(module)
+
+    return registering
+
+
 def spilled_weight(param: torch.Tensor) -> SpilledWeight | None:
     """Return the weight object of a spilled parameter; None if it is not spilled."""
     weight = weight_of(param) if is_offloaded(param) else None
@@ -340,9 +361,11 @@ def file_bytes(params: Iterable[nn.Parameter]) -> Counter[int]:
     return found
 
 
-def host_bytes(param: nn.Parameter) -> int:
-    """The bytes of host memory that the parameter's value takes now."""
+def host_bytes(param: nn.Parameter, mapped: MappedFiles) -> int:
+    """The bytes of host memory that the parameter's value takes now: those of a `mapped` file are the page cache's."""
     weight = spilled_weight(param)
     if weight is not None:
         return weight.host_bytes
-    return param.data.untyped_storage().nbytes() if param.device.type == "cpu" else 0
+    if param.device.type != "cpu" or mapped.offset(param.data) is not None:
+        return 0
+    return param.data.untyped_storage().nbytes()
