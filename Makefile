@@ -52,29 +52,21 @@ test: $(STAMPS)/native $(STAMPS)/dev
 	if [ $$alone != 0 ]; then echo "Of the tests that run one by one ($$one_by_one) some failed: see above."; fi; \
 	[ $$alone = 0 ] && [ $$together = 0 ]
 
-# The random and the long tests in full, some hours. One of them: `make campaign CAMPAIGN=tests/scripts/test_scripts.py`.
-CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py tests/scripts/test_script_weights.py \
-	tests/access/test_access_table.py tests/config/test_config_mutations.py \
-	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py tests/durable \
-	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py tests/memory/test_memory.py \
-	tests/cli/test_report.py tests/cli/test_plan_answer.py tests/engine/test_interrupts.py \
-	tests/engine/test_parity.py tests/engine/test_failures.py tests/engine/test_lifetime.py tests/races/test_races.py \
-	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
-	tests/ranks/test_ranks_parity.py tests/ranks/test_ranks_models.py tests/ranks/test_ranks_bytes.py \
-	tests/ranks/test_ranks_order.py tests/ranks/test_ranks_kills.py tests/ranks/test_ranks_quantized.py \
-	tests/planning/test_random_budgets.py tests/planning/test_memory_limits.py tests/repository/test_benchmarks.py \
-	tests/repository/test_gpu_runs.py tests/races/test_first_cases.py \
-	tests/ranks/test_ranks_mesh.py tests/ranks/test_ranks_simulated.py \
-	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
-	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py tests/optim/test_update_pipeline.py \
-	tests/planning/test_repeated_trace.py tests/step/test_waiting_gradients.py tests/scripts/test_models.py \
-	tests/streaming/test_streaming.py
+# The random and the long tests and the matrices in full, some hours: all files that ask whether they are wanted so, and
+# those whose helpers do. One of them: `make campaign CAMPAIGN=tests/scripts/test_scripts.py`.
+CAMPAIGN ?= $(sort tests/durable tests/engine/test_failures.py tests/scripts/test_script_gradients.py \
+	tests/scripts/test_script_weights.py \
+	$(shell grep -rlE 'each_pair|IN_FULL|OFFLOADZERO_(TEST|PLAN|CONFIG)_' tests --include 'test_*.py' --exclude-dir durable))
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500
 campaign: export OFFLOADZERO_TEST_INJECTED = 1000
 campaign: export OFFLOADZERO_TEST_INTERRUPTS = 200
 campaign: export OFFLOADZERO_TEST_INTERRUPTED_STEPS = 5
+campaign: export OFFLOADZERO_TEST_EVERY_NTH_BACKWARD = 7
+campaign: export OFFLOADZERO_TEST_EVERY_NTH_WRITE = 1
+campaign: export OFFLOADZERO_TEST_EVERY_NTH_CLOSE = 1
+campaign: export OFFLOADZERO_TEST_EVERY_NTH_START = 50
 campaign: export OFFLOADZERO_TEST_DAMAGES = 1000
 campaign: export OFFLOADZERO_TEST_KILLS = 200
 campaign: export OFFLOADZERO_TEST_LAYOUTS = 100

@@ -26,40 +26,41 @@ LONG_FILES = (
     "ranks/test_ranks_trainer.py",
     "races/test_simulated_device.py",
     "io/test_aio_stress.py",
-    "engine/test_parity.py",
-    "races/test_happens_before.py",
-    "access/test_access_table.py",
-    "native/test_compact_native.py",
     "native/test_aio_native.py",
-    "ranks/test_ranks_quantized.py",
-    "scripts/test_finetune.py",
-    "scripts/test_fine_tuning_page.py",
+    "native/test_compact_native.py",
+    "access/test_access_table.py",
+    "races/test_happens_before.py",
     "scripts/test_script_gradients.py",
+    "ranks/test_ranks_quantized.py",
     "ranks/test_ranks_gathered.py",
+    "engine/test_lifetime.py",
+    "scripts/test_fine_tuning_page.py",
+    "ranks/test_ranks_partitioned.py",
+    "engine/test_parity.py",
     "engine/test_interrupts.py",
     "ranks/test_ranks_parity.py",
-    "ranks/test_ranks_gradients.py",
-    "step/test_versions_and_scripts.py",
-    "ranks/test_ranks_states.py",
-    "engine/test_lifetime.py",
-    "ranks/test_ranks_partitioned.py",
-    "engine/test_failures.py",
-    "engine/test_interrupted_places.py",
+    "scripts/test_finetune.py",
     "streaming/test_streaming.py",
-    "ranks/test_ranks_building.py",
+    "durable/test_durable_images.py",
+    "ranks/test_ranks_gradients.py",
     "optim/test_device_adam.py",
+    "step/test_versions_and_scripts.py",
+    "engine/test_failures.py",
     "streaming/test_activations.py",
     "scripts/test_script_weights.py",
-    "races/test_first_cases.py",
     "cli/test_plan_answer.py",
+    "engine/test_interrupted_places.py",
     "ranks/test_ranks_order.py",
     "planning/test_repeated_trace.py",
     "memory/test_memory.py",
-    "races/test_races.py",
+    "ranks/test_ranks_states.py",
     "ranks/test_ranks_simulated.py",
+    "ranks/test_ranks_building.py",
+    "ranks/test_ranks_mesh.py",
+    "races/test_races.py",
+    "races/test_first_cases.py",
     "ranks/test_ranks_departures.py",
     "ranks/test_ranks_bytes.py",
-    "ranks/test_ranks_mesh.py",
     "ranks/test_ranks_errors.py",
     "repository/test_gpu_benchmark.py",
 )
@@ -108,7 +109,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: the collector, which many tests call, need not go through it each time."""
     if hasattr(session.config, "workerinput"):
         import torch._dynamo  # noqa: F401 -- an optimizer imports it, so each worker does sooner or later
-    gc.collect()
     gc.freeze()
     # At its usual threshold, 700, it took 5 to 9 % of the time of all. Tests that are about garbage call it.
     gc.set_threshold(5_000)
@@ -153,6 +153,18 @@ def faults() -> Iterator[ExitStack]:
     """Keeps delays and faults of tests/support/faults.py, entered in it, until the test's end."""
     with ExitStack() as entered:
         yield entered
+
+
+@pytest.fixture(autouse=True, scope="session")
+def seeds_of_devices_that_are_there() -> Iterator[None]:
+    """For each other kind `torch.manual_seed()` would keep a call and the stack as text: a millisecond a time."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,7 +18,7 @@ LOOPS = """
     import offloadzero
 
     torch.set_num_threads(1)
-    NUM_LAYERS, WIDTH = 48, 1024
+    NUM_LAYERS, WIDTH = 48, 768
     UNIT_BYTES = 4 * WIDTH * WIDTH
 
     def resident_bytes():

@@ -78,7 +78,7 @@ def test_two_paths_alone_and_together(
     for path in paths:
         path.mkdir()
     file = tmp_path / "result.json"
-    arguments = [*map(str, paths), "--size", "16MiB", "--time", "6s", "--json", str(file)]
+    arguments = [*map(str, paths), "--size", "16MiB", "--time", "3s", "--json", str(file)]
     assert main(["bench", "nvme", *arguments]) == 0
     rows = json.loads(file.read_text())["results"]["striping"]
     assert {tuple(row["paths"]) for row in rows} == {(0,), (1,), (0, 1)}
@@ -215,7 +215,7 @@ def test_paths_on_one_filesystem_need_room_for_all(tmp_path: Path, monkeypatch: 
 
 def test_the_write_limit_holds(tmp_path: Path, shm_path: Path) -> None:
     file = tmp_path / "result.json"
-    arguments = ["--size", "16MiB", "--write-limit", "40MiB", "--time", "4s", "--json", str(file)]
+    arguments = ["--size", "16MiB", "--write-limit", "40MiB", "--time", "2s", "--json", str(file)]
     assert main(["bench", "nvme", str(shm_path), *arguments]) == 0
     result = json.loads(file.read_text())
     assert 16 * MIB <= result["bytes_written"] <= 40 * MIB

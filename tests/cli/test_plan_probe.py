@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -159,14 +160,17 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
         return drive(paths, time_s=5.0)
 
     monkeypatch.setattr(measure, "drive_rates", small_drive)
-    rates = measure.measure(find_device("cpu"), [tmp_path / "made later"])
+    monkeypatch.setattr(measure, "block_rates", functools.cache(measure.block_rates))
+    device = find_device("cpu")
+    rates = measure.measure(device, [tmp_path / "made later"])
     of_devices = ("h2d", "d2h", "device_update")
     of_ranks = ("collectives", "links", "network", "host_memory", "collective_s")
     for name, value in vars(rates).items():
         assert bool(value) == (name not in (*of_devices, *of_ranks)), name
     assert set(rates.flops) == {"bf16", "fp32"}
     assert set(rates.update) == {"fp32", "compact"}
-    assert measure.measure(find_device("cpu"), ()).nvme_read is None
+    monkeypatch.setattr(measure, "rates_beside", lambda rates, _: rates)
+    assert measure.measure(device, ()).nvme_read is None
     assert isinstance(rates, Rates)
     assert list(tmp_path.iterdir()) == []
     assert torch.get_default_dtype() is torch.float32

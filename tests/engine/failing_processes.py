@@ -138,7 +138,7 @@ PLACEMENTS: dict[str, Any] = {
 }  # fmt: skip
 # Of a step's blocks. Their number is not always the same: what was read ahead may be read again.
 EACH = 1 if "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ else 2
-EVERY_NTH = [n / 21 for n in range(20)][::EACH]
+EVERY_NTH = [n / 21 for n in range(20)][:: 1 if EACH == 1 else 3]
 SOME_NTH = [n / 6 for n in range(6)][::EACH]
 
 

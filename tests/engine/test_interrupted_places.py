@@ -30,7 +30,7 @@ from tests.support.tiny import all_states, make_engine, settings, tokens, train
 
 __all__ = ["handler"]  # a fixture for every test of the file
 
-EVERY_NTH_BACKWARD = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_BACKWARD", "97"))
+EVERY_NTH_BACKWARD = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_BACKWARD", "149"))
 
 
 def at_each_place(
@@ -241,7 +241,7 @@ def test_a_schedule_that_was_interrupted_makes_up_for_its_step(
     other.close()
 
 
-EVERY_NTH_WRITE = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_WRITE", "13"))
+EVERY_NTH_WRITE = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_WRITE", "17"))
 WRITES: dict[str, Callable[[nn.Module, float], object]] = {
     "data": lambda model, value: model.blocks[1].up.weight.data.fill_(value),
     "assigned": lambda model, value: setattr(

@@ -408,7 +408,7 @@ def test_a_close_that_is_interrupted_is_done_by_the_next(tmp_path: Path, clippin
     collect()  # what other tests have dropped
     threads = threads_of_ours()
     open_one()
-    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "9"))):
+    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "13"))):
         engines[-1].close()  # and raises nothing: that it was interrupted has been said
         assert engines[-1].state is EngineState.CLOSED, interrupt.place
         assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, []), interrupt.place
@@ -438,7 +438,7 @@ def test_a_failure_that_an_interrupted_close_has_not_told_is_told_by_the_next(
 
     open_one()
     num_by_the_next = 0
-    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "9"))):
+    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "13"))):
         num_by_the_next += not told
         use()
         use()
@@ -469,7 +469,7 @@ def test_a_failure_that_an_interrupted_close_has_not_told_is_said_when_its_engin
     assert [str(error) for error in said] == ["a thread's failure"]
 
 
-EVERY_NTH_START = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_START", "500"))
+EVERY_NTH_START = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_START", "700"))
 
 
 def test_an_initialize_that_is_interrupted_leaves_the_model_as_it_was(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from offloadzero.io.engine import AioEngine
-from tests.io.engines import BACKENDS, BLOCK, DEPTH, make_engine
-
-FILESYSTEMS = ["disk", "tmpfs"]
+from tests.io.engines import BACKENDS, BLOCK, DEPTH, FILESYSTEMS, make_engine
 
 
 @pytest.fixture(params=BACKENDS)

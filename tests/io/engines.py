@@ -18,6 +18,7 @@ from offloadzero.io.engine import AioEngine
 REPOSITORY = Path(__file__).resolve().parents[2]
 BACKENDS = ["io_uring", "native_aio", "aiofiles"]
 KERNEL_BACKENDS = ["io_uring", "native_aio"]
+FILESYSTEMS = ["disk", "tmpfs"]
 MIB = 1 << 20
 BLOCK, DEPTH = 16384, 4  # of the engine `shallow`
 

@@ -12,8 +12,8 @@ import pytest
 
 from offloadzero.errors import AioError
 from offloadzero.io.engine import AioEngine, AioFile, AioTicket
-from tests.io.engines import BACKENDS, make_engine
-from tests.support.cases import case
+from tests.io.engines import BACKENDS, FILESYSTEMS, make_engine
+from tests.support.cases import IN_FULL, each_pair
 
 WAIT_S = 60.0
 GIB = 1 << 30
@@ -40,14 +40,13 @@ class TestTenThousandOperations:
         {"block_size": 65536, "queue_depth": 3, "num_threads": 2},
     )
 
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_random_reads_and_writes_at_once(self, backend: str, folder: Path) -> None:
-        for number, options in enumerate(self.OPTIONS):
-            with case(options):
-                self._run(backend, folder, np.random.default_rng(17 + number), options)
-
-    def _run(self, backend: str, folder: Path, rng: np.random.Generator, options: dict[str, int]) -> None:
-        size = 400_000
+    @pytest.mark.parametrize(
+        ("number", "backend", "folder"),
+        each_pair(range(len(OPTIONS)), BACKENDS, FILESYSTEMS),
+        indirect=["folder"],
+    )
+    def test_random_reads_and_writes_at_once(self, number: int, backend: str, folder: Path) -> None:
+        rng, options, size = np.random.default_rng(17 + number), self.OPTIONS[number], 400_000
         models = [rng.integers(0, 256, size, np.uint8) for _ in range(self.NUM_FILES)]
         paths = [folder / f"data.{i}" for i in range(self.NUM_FILES)]
         for i, (path, model) in enumerate(zip(paths, models, strict=True)):
@@ -164,7 +163,7 @@ class TestThousandFaults:
 
 
 # By one backend; the campaign takes all of them.
-LARGE_BACKENDS = BACKENDS if "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ else BACKENDS[:1]
+LARGE_BACKENDS = BACKENDS if IN_FULL else BACKENDS[:1]
 
 
 @pytest.mark.slow

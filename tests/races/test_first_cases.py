@@ -29,7 +29,7 @@ CASES = gpu_right.CASES if IN_FULL else gpu_right.CASES[::5]  # each placement a
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = case.config(tmp_path, "cpu")
-    short = partial(gpu_right.loop, case, CPU, num_steps=3)
+    short = partial(gpu_right.loop, case, CPU, num_steps=3 if IN_FULL else 2)
     expected = run_engine(SmallGpt, short, config)
     with checked(), simulated(monkeypatch, backward=Backward.OTHER_STREAM):
         assert_same(run_engine(SmallGpt, short, config), expected)

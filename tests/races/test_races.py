@@ -41,7 +41,7 @@ from tests.support.training import (
 
 NUM_STEPS = 4
 NUM_SCENARIO_RUNS = 27  # each scenario in each placement
-NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "30"))  # more to soak
+NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "20"))  # more to soak
 
 
 def loop_over(make_input: Callable[[int], Any], *, with_evaluation: bool = False) -> Loop:

@@ -26,7 +26,7 @@ from tests.support.models import PartlyUnusedBlock, Stack, features
 from tests.support.schedules import draw_schedule, reference
 from tests.support.training import PLACEMENTS, Loop, Outcome, assert_same, make_config, merge, run_engine
 
-NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "12"))  # more to soak
+NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "9"))  # more to soak
 
 
 IN_FULL = "OFFLOADZERO_TEST_SIMULATED" in os.environ  # each cell in every way of running backward, not in one

@@ -14,7 +14,7 @@ from tests.simulated.device import simulated
 from tests.simulated.random_scripts import draw_script, in_directory
 from tests.support.training import assert_same
 
-NUM_SCRIPTS = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "10"))  # more to soak
+NUM_SCRIPTS = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "8"))  # more to soak
 
 
 @pytest.mark.parametrize("seed", range(NUM_SCRIPTS))

@@ -19,10 +19,11 @@ from offloadzero import zero
 from offloadzero.ranks.shard import kept_elements
 from offloadzero.streaming.building.waiting_parameters import SpilledWeight, spilled_weight
 from tests.engine.built import stored_bytes
+from tests.support.cases import IN_FULL
 from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import config_of, digest, engine_of, make_odd_model, said_of, train
 
-NUM_STEPS = 3
+NUM_STEPS = 3 if IN_FULL else 2
 COMPACT = {"bf16": {"enabled": True}, "offloadzero": {"state_layout": "compact"}}
 # By number of ranks.
 CASES: dict[int, dict[str, tuple[str, int, dict[str, Any]]]] = {

@@ -229,12 +229,23 @@ def second_step(engine: offloadzero.Engine, rank: int, num_micro: int) -> dict[s
     return since(before, engine.collectives())
 
 
+# Of the large model, as the formulas are; the odd one is counted in all of them, to the byte.
+PADDED = {
+    (stage, layout)
+    for stage in STAGES
+    for place, layout in enumerate(STATE_BYTES)
+    if IS_LONG or (stage + place) % 2
+}
+
+
 def measure(rank: int, directory: str) -> dict[str, Any]:
     """Find what the rank keeps of both models, and what its second step sends, by case."""
     kept: dict[str, Any] = {}
     for layout in STATE_BYTES:
         for stage in STAGES:
             for name, model in (("small padding", small_padding()), ("odd", make_odd_model())):
+                if name != "odd" and (stage, layout) not in PADDED:
+                    continue
                 units = ODD_UNITS if name == "odd" else {}
                 engine = engine_of(model, config_of(stage, layout, directory, offloadzero=units))
                 kept[f"{name} {stage} {layout}"] = counted(engine)
@@ -284,9 +295,10 @@ def test_a_rank_keeps_what_the_formulas_say(
     num_ranks, _, by_rank = measured
     expected = by_formula(num_params(small_padding()), stage, num_ranks, layout)
     for found in by_rank:
-        kept = found["kept"][f"small padding {stage} {layout}"]
-        assert kept == pytest.approx(expected, rel=TOLERANCE)
-        assert all(kept[what] >= expected[what] for what in expected)
+        if (stage, layout) in PADDED:
+            kept = found["kept"][f"small padding {stage} {layout}"]
+            assert kept == pytest.approx(expected, rel=TOLERANCE)
+            assert all(kept[what] >= expected[what] for what in expected)
         assert found["kept"][f"odd {stage} {layout}"] == padded_homes(stage, num_ranks, layout)
 
 

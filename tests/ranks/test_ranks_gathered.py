@@ -18,6 +18,7 @@ import offloadzero
 from offloadzero.access.gathered import GatheredBlock, ScriptBlocks
 from offloadzero.ranks import process_groups
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.support.cases import IN_FULL
 from tests.support.ranks import Found, RanksError, run_in_turn, run_ranks
 from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train
 
@@ -30,7 +31,6 @@ CASES: dict[int, dict[str, tuple[int, str, dict[str, Any]]]] = {
         "stage 1, nvme": (1, "nvme", {}),
         "stage 2, resident, bf16": (2, "resident", BF16),
         "stage 3, host, compact": (3, "host", COMPACT),
-        "stage 3, nvme, bf16": (3, "nvme", BF16),
         "stage 3, resident": (3, "resident", {}),
         "stage 3, codes": (3, "nvme", {**BF16, "zero_optimization": {"zero_quantized_weights": True}}),
     },
@@ -40,6 +40,8 @@ CASES: dict[int, dict[str, tuple[int, str, dict[str, Any]]]] = {
         "stage 3, host": (3, "host", {}),
     },
 }
+if IN_FULL:
+    CASES[2]["stage 3, nvme, bf16"] = (3, "nvme", BF16)
 BRANCH_TIMEOUT_S = 4.0
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero.ranks.channel import Channel
+from tests.support.cases import IN_FULL
 from tests.support.ranks import Found, run_in_turn, run_ranks
 from tests.support.sharded import (
     OddModel,
@@ -28,7 +29,7 @@ from tests.support.sharded import (
     said_of,
 )
 
-NUM_STEPS = 3
+NUM_STEPS = 3 if IN_FULL else 2
 NUM_MICRO = 2
 MAX_NORM = 0.05
 CASES = (
@@ -249,7 +250,7 @@ def step_again(rank: int, directory: str) -> dict[str, dict[str, str]]:
             with pytest.MonkeyPatch.context() as patch:
                 if is_slow:
                     patch.setattr(type(optimizer.runtime.group.updates), "all_gather", _gather_late)
-                for _ in range(NUM_STEPS):
+                for _ in range(3):
                     optimizer.step()
                     if not is_slow:
                         model.state_dict()  # waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import offloadzero
 from offloadzero.update.specs.muon import MUON
+from tests.support.cases import IN_FULL
 from tests.support.matrices import batch_of, matrices, split, take_steps
 from tests.support.ranks import run_ranks
 from tests.support.sharded import digest
@@ -17,7 +19,14 @@ from tests.support.tiny import settings
 
 pytestmark = pytest.mark.skipif(not MUON.classes, reason="torch.optim.Muon is there since torch 2.9")
 
-CASES = [(stage, placement) for stage in (0, 1, 2, 3) for placement in ("device", "host", "nvme")]
+STAGES, PLACEMENTS = (0, 1, 2, 3), ("device", "host", "nvme")
+# By number of ranks: each stage and each placement, and of three, whose bits are not torch's, some of one stage.
+CASES = {
+    2: [(0, "nvme"), (1, "host"), (2, "device"), (3, "nvme")],
+    3: [(0, "host"), (1, "device"), (1, "nvme"), (2, "nvme"), (3, "device"), (3, "host")],
+}
+if IN_FULL:
+    CASES = {world_size: [*itertools.product(STAGES, PLACEMENTS)] for world_size in CASES}
 NUM_STEPS = 3
 
 
@@ -25,7 +34,7 @@ def _batches(rank: int) -> range:
     return range(rank * NUM_STEPS, (rank + 1) * NUM_STEPS)
 
 
-def train(rank: int, directory: str) -> dict[str, Any]:
+def train(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     """By stage and placement: losses and the bits of weights and momenta. First of torch's own, under DDP."""
     found: dict[str, Any] = {}
     model = matrices()
@@ -34,7 +43,7 @@ def train(rank: int, directory: str) -> dict[str, Any]:
     losses = take_steps(ddp, [its], _batches(rank))
     momenta = {str(n): its.state[p]["momentum_buffer"] for n, p in enumerate(model.parameters())}
     found["torch"] = [losses, digest(dict(model.state_dict())), digest(momenta)]
-    for stage, placement in CASES:
+    for stage, placement in CASES[world_size]:
         homes: Any = placement if stage in (0, 3) else {"states": placement}
         config = settings(
             directory,
@@ -59,13 +68,13 @@ def train(rank: int, directory: str) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_train_as_ddp_does_with_torchs_muon(world_size: int, tmp_path: Path) -> None:
     """Bit for bit with two ranks, whose mean is the same whatever adds it up; with three alike among themselves."""
-    ranks = run_ranks(train, world_size, tmp_path / "ranks", str(tmp_path), timeout_s=90)
+    ranks = run_ranks(train, world_size, tmp_path / "ranks", world_size, str(tmp_path), timeout_s=90)
     for rank, found in enumerate(ranks):
         torchs = found.pop("torch")
-        assert set(found) == {f"{stage} {placement}" for stage, placement in CASES}
+        assert set(found) == {f"{stage} {placement}" for stage, placement in CASES[world_size]}
         for name, outcome in found.items():
             assert outcome[1:] == ranks[0][name][1:], (rank, name)
-            assert outcome == found[f"{name[0]} device"], (rank, name)
+            assert outcome == next(other for key, other in found.items() if key[0] == name[0]), (rank, name)
             if world_size == 2:
                 assert outcome == torchs, (rank, name)
             else:

@@ -142,7 +142,7 @@ def test_ranks_train_in_fewer_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_train_as_one_process(tmp_path: Path, world_size: int) -> None:
-    """Bitwise alike on all ranks and in all placements of a stage."""
+    """Bitwise alike on all ranks and in all placements of a stage. Strings have other hashes on the last of two."""
     stages = STAGES if IS_LONG or world_size == 2 else (3,)
     cases = [
         (stage, placement, accumulation)
@@ -158,10 +158,10 @@ def test_ranks_train_as_one_process(tmp_path: Path, world_size: int) -> None:
         cases,
         str(tmp_path),
         timeout_s=90,
-        own_interpreter=True,
+        own_interpreter=IS_LONG or world_size == 2,
     )
-    is_fixed = "PYTHONHASHSEED" in os.environ
-    assert is_fixed or by_rank[0]["hashes"] != by_rank[-1]["hashes"]
+    is_alike = "PYTHONHASHSEED" in os.environ or not (IS_LONG or world_size == 2)
+    assert is_alike or by_rank[0]["hashes"] != by_rank[-1]["hashes"]
     for accumulation in ACCUMULATIONS[world_size]:
         engine = engine_of(config_of("resident", 0, tmp_path, accumulation=accumulation))
         expected = train(engine, 0, 1, num_steps=NUM_STEPS)

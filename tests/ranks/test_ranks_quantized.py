@@ -1,6 +1,6 @@
 """ZeRO++ over several ranks: losses near those of whole weights and gradients, wherever they live, with fewer bytes.
 
-Twelve steps of a small GPT on real text; 300 with OFFLOADZERO_TEST_RANKS=all.
+Six steps of a small GPT on real text; 300 with OFFLOADZERO_TEST_RANKS=all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.text import text_batch, text_model
 from tests.support.training import make_config, merge, one_step
 
 IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
-NUM_STEPS = 300 if IS_LONG else 12
+NUM_STEPS = 300 if IS_LONG else 6
 NUM_EACH = 300 if IS_LONG else 3  # with one of the keys
 NUM_ALIKE = 60 if IS_LONG else 3  # of trainings that have the numbers of another
 TOLERANCE = 0.01  # relative, of the mean loss of the last tenth

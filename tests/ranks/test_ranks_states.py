@@ -15,6 +15,7 @@ import offloadzero
 from offloadzero.activations import store as activations
 from offloadzero.core.segments import TierName
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param
+from tests.support.cases import each_pair
 from tests.support.ranks import Found, run_in_turn
 from tests.support.sharded import (
     GLOBAL_BATCH,
@@ -53,7 +54,6 @@ def found(directory: Path) -> dict[int, Found]:
 
 # --- activation checkpoints of each rank on its host or drive ---
 
-TIERS = ("device", "host", "nvme")
 PLANNED = {"input_bytes": "64KiB"}
 ON_TIERS: Cases = {
     2: {
@@ -63,6 +63,13 @@ ON_TIERS: Cases = {
     },
     3: {"stage 3, accumulation": (3, "host", {"accumulation": 2})},
 }
+ON_TIERS_NAMES = [name for cases in ON_TIERS.values() for name in cases]
+ON_TIERS_CELLS = each_pair(ON_TIERS_NAMES, ("host", "nvme"), (False, True))
+
+
+def cells_of(case: str) -> list[tuple[str, bool]]:
+    """The tiers of its inputs, and whether their bytes are planned."""
+    return [(tier, planned) for name, tier, planned in ON_TIERS_CELLS if name == case]
 
 
 def train_on_tiers(rank: int, directory: str) -> dict[str, Any]:
@@ -72,22 +79,21 @@ def train_on_tiers(rank: int, directory: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "MIN_BYTES", 1)
         for name, (stage, placement, over) in ON_TIERS[world_size].items():
-            for tier in TIERS:
-                for planned in ({}, PLANNED) if tier != "device" else ({},):
-                    own = {"offloadzero": {"activation_checkpoints": {"tier": tier, **planned}}}
-                    config = config_of(
-                        placement, stage, Path(directory), world_size=world_size, **over, **own
-                    )
-                    engine = engine_of(config)
-                    losses = train(engine, rank, world_size, num_steps=3)
-                    params = dict(engine.module.named_parameters())
-                    masters = digest({key: safe_get_full_fp32_param(param) for key, param in params.items()})
-                    store = engine._runtime.activations
-                    assert store is not None
-                    taken = 0 if tier == "device" else store.reserved().get(TierName(tier), 0)
-                    numbers = [losses, engine.get_global_grad_norm(), masters]
-                    found[f"{name} {tier}{' planned' if planned else ''}"] = [numbers, taken]
-                    engine.close()
+            for tier, is_planned in [("device", False), *cells_of(name)]:
+                own = {"offloadzero": {"activation_checkpoints": {"tier": tier}}}
+                if is_planned:
+                    own["offloadzero"]["activation_checkpoints"] |= PLANNED
+                config = config_of(placement, stage, Path(directory), world_size=world_size, **over, **own)
+                engine = engine_of(config)
+                losses = train(engine, rank, world_size, num_steps=3)
+                params = dict(engine.module.named_parameters())
+                masters = digest({key: safe_get_full_fp32_param(param) for key, param in params.items()})
+                store = engine._runtime.activations
+                assert store is not None
+                taken = 0 if tier == "device" else store.reserved().get(TierName(tier), 0)
+                numbers = [losses, engine.get_global_grad_norm(), masters]
+                found[f"{name} {tier} {is_planned}"] = [numbers, taken]
+                engine.close()
     return found
 
 
@@ -95,12 +101,11 @@ def train_on_tiers(rank: int, directory: str) -> dict[str, Any]:
 def test_bits_are_those_with_inputs_on_the_device(world_size: int, found: dict[int, Found]) -> None:
     for of_rank in found[world_size]["train_on_tiers"]:
         for name in ON_TIERS[world_size]:
-            expected, _ = of_rank[f"{name} device"]
-            for tier in TIERS[1:]:
-                numbers, taken = of_rank[f"{name} {tier}"]
-                assert numbers == expected, (name, tier)
-                assert taken > 0, (name, tier)
-                assert of_rank[f"{name} {tier} planned"] == [expected, 0], (name, tier)
+            expected, _ = of_rank[f"{name} device False"]
+            for tier, is_planned in cells_of(name):
+                numbers, taken = of_rank[f"{name} {tier} {is_planned}"]
+                assert numbers == expected, (name, tier, is_planned)
+                assert (taken > 0) != is_planned, (name, tier)
 
 
 # --- restore_model() where the ranks divide the states ---

@@ -20,11 +20,18 @@ import offloadzero
 from tests.scripts.common import Wrap, tokens
 from tests.scripts.peft_lora import make_lora
 from tests.scripts.transformers_trainer import VOCABULARY, make_llama
+from tests.support.cases import IN_FULL
 from tests.support.ranks import run_torchrun
 
-CASES = {"stage 1, host": (1, "cpu"), "stage 2, nvme": (2, "nvme"), "stage 3, host": (3, "cpu")}
-CASES |= {"stage 3, nvme": (3, "nvme"), "stage 1, nvme": (1, "nvme"), "stage 2, host": (2, "cpu")}
+CASES = {
+    f"stage {stage}, {tier}": (stage, device)
+    for stage in (1, 2, 3)
+    for tier, device in (("host", "cpu"), ("nvme", "nvme"))
+}
 FEWER = ("stage 1, host", "stage 2, nvme", "stage 3, nvme")  # each stage and each tier
+# So do the others: every stage on every tier is under one of them.
+OF_TRAINER = [*CASES] if IN_FULL else [*FEWER]
+OF_OTHERS = [name for name in CASES if IN_FULL or name not in OF_TRAINER]
 RATE = 3e-3
 
 
@@ -228,10 +235,11 @@ def by_lightning(wrap: Wrap, path: Path, *, resume: bool = False) -> dict[str, A
     return {"losses": losses, "norms": norms}
 
 
-def by_all_cases(by: Callable[..., dict[str, Any]], directory: Path) -> dict[str, Any]:
+def by_cases(names: list[str], by: Callable[..., dict[str, Any]], directory: Path) -> dict[str, Any]:
     """What a trainer logs and saves plain and in each of the cases, those of stage 3 resumed as well."""
     found = {"plain": by(Wrap(), directory / "plain")}
-    for name, (stage, device) in CASES.items():
+    for name in names:
+        stage, device = CASES[name]
         wrap = Offloaded(stage, device, directory)
         found[name] = by(wrap, directory / name)
         if stage == 3:
@@ -243,17 +251,17 @@ def by_all_cases(by: Callable[..., dict[str, Any]], directory: Path) -> dict[str
 
 def of_rank(directory: Path) -> None:
     """What one rank does, under torchrun: all cases one after the other."""
-    found = by_all_cases(by_trainer, directory)
+    found = by_cases(OF_TRAINER, by_trainer, directory)
     found["accelerate"] = by_accelerate(Wrap())
-    for name, (stage, device) in CASES.items():
-        found[f"accelerate, {name}"] = by_accelerate(Offloaded(stage, device, directory))
+    for name in OF_OTHERS:
+        found[f"accelerate, {name}"] = by_accelerate(Offloaded(*CASES[name], directory))
     wraps = {"plain": Wrap()} | {name: Offloaded(*CASES[name], directory) for name in FEWER}
     for name, wrap in wraps.items():
         path = directory / f"{name}.ckpt"
         found[f"lightning, {name}"] = [by_lightning(wrap, path, resume=resume) for resume in (False, True)]
         found[f"lora, {name}"] = by_trainer(wrap, directory / f"lora {name}", make=make_lora)
     if importlib.util.find_spec("trl"):
-        found["sft"] = by_all_cases(by_sft, directory / "sft")
+        found["sft"] = by_cases(OF_OTHERS, by_sft, directory / "sft")
     if torch.distributed.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps(found))
 
@@ -275,12 +283,12 @@ def found_of_sft(found: dict[str, Any]) -> dict[str, Any]:
     return of_sft
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_TRAINER)
 def test_the_trainer_logs_what_it_does_under_ddp(found: dict[str, Any], name: str) -> None:
     expect_the_log_of_ddp(found, name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_OTHERS)
 def test_trl_logs_what_it_does_under_ddp(found_of_sft: dict[str, Any], name: str) -> None:
     expect_the_log_of_ddp(found_of_sft, name)
     if f"{name}, resumed" in found_of_sft:
@@ -305,12 +313,12 @@ def test_adapters_of_peft(found: dict[str, Any], name: str) -> None:
     assert found[f"lora, {name}"]["is_saved"]
 
 
-@pytest.mark.parametrize("name", [name for name, (stage, _) in CASES.items() if stage == 3])
+@pytest.mark.parametrize("name", [name for name in OF_TRAINER if CASES[name][0] == 3])
 def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(found: dict[str, Any], name: str) -> None:
     assert found[f"{name}, resumed"]["log"][-4:] == found[name]["log"][-4:]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_OTHERS)
 def test_a_loop_of_accelerate_is_that_under_ddp(found: dict[str, Any], name: str) -> None:
     plain, ours = found["accelerate"], found[f"accelerate, {name}"]
     assert len(plain["norms"]) == 6

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -17,11 +18,14 @@ PACKAGE = TESTS.parent / "offloadzero"
 OF_PARAMETERS = ("streaming/hooks.py", "step/gradient_hook.py", "step/collect.py", "step/record_gradient.py")
 
 
-def calls_of_through() -> Iterator[tuple[str, ast.Call]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "through":
-                yield str(file.relative_to(PACKAGE)), node
+@functools.cache
+def calls_of_through() -> list[tuple[str, ast.Call]]:
+    return [
+        (str(file.relative_to(PACKAGE)), node)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "through"
+    ]
 
 
 def test_each_point_is_passed_in_the_package_and_used_by_a_test() -> None:

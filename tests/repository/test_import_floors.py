@@ -6,6 +6,7 @@ Function-level and TYPE_CHECKING imports count, and so does importlib.import_mod
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -110,6 +111,7 @@ def group_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+@functools.cache
 def import_graph(package: Path) -> tuple[Graph, dict[tuple[str, str], int]]:
     """Edges between the package's modules, and the line of each."""
     modules = module_files(package)

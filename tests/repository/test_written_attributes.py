@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -34,6 +35,7 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
         yield node.func.value
 
 
+@functools.cache
 def written_of_others(text: str) -> set[str]:
     """The attributes of objects other than `self` that a file writes, and those whose contents it changes."""
     found = set()

@@ -21,6 +21,7 @@ from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Promise, Ticket
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import Trial
+from tests.support.cases import each_pair
 from tests.support.faults import delays, observes
 from tests.support.versions import (
     ADOPTED,
@@ -123,17 +124,13 @@ EDITS: dict[str, tuple[Edit, int]] = {
 }
 
 
-# The homes of parameters, masters and gradients.
-HOMES = {
-    "nvme": ("nvme", "nvme", "nvme"),
-    "gradients on host": ("nvme", "nvme", "host"),
-    "mixed": ("host", "nvme", "host"),
-}
+HOMES = ("nvme", "host")
 
 
-@pytest.mark.parametrize("homes", HOMES)
-@pytest.mark.parametrize("name", EDITS)
-def test_what_a_script_does_between_backward_and_step(name: str, homes: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "param_home", "grad_home"), each_pair(EDITS, HOMES, HOMES))
+def test_what_a_script_does_between_backward_and_step(
+    name: str, param_home: str, grad_home: str, tmp_path: Path
+) -> None:
     edit, num_again = EDITS[name]
 
     def script(run: Run) -> None:
@@ -143,7 +140,7 @@ def test_what_a_script_does_between_backward_and_step(name: str, homes: str, tmp
                 edit(run)
             run.step()
 
-    placement = {"states": "nvme", **dict(zip(("param", "master", "grad"), HOMES[homes], strict=True))}
+    placement = {"states": "nvme", "param": param_home, "master": "nvme", "grad": grad_home}
     adopted, again = compare(script, tmp_path, placement=placement)
     assert (adopted, again) == (3 * NUM_TRIED - num_again, num_again)
 

@@ -16,6 +16,7 @@ from offloadzero.access.parameter import KeptView
 from offloadzero.access.tensor import RemoteTensor
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.streaming.building.coded_parameters import attached_bytes, attached_tensors, move_attached
+from tests.support.cases import each_pair
 from tests.support.coded import VOCABULARY, CodedModel, Codes, bytes_of
 from tests.support.training import PLACEMENTS, assert_same, make_config, one_step, run_engine
 
@@ -38,9 +39,9 @@ def own(**block: Any) -> dict[str, Any]:
     return {"offloadzero": block}
 
 
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "dtype", "checkpoints"), each_pair(STORAGES, ["bf16", "fp16", None], [False, True])
+)
 def test_codes_stream_as_bytes(storage: str, dtype: str | None, checkpoints: bool, tmp_path: Path) -> None:
     """Also those in the memory of floats, of which a precision would make others."""
     over = own(activation_checkpoints={}) if checkpoints else {}

@@ -22,6 +22,7 @@ from offloadzero.streaming.unit_leases import UnitLeases
 from tests.streaming.loops import steps
 from tests.streaming.test_schedule import fewest_fetches_without_misses, there_and_back
 from tests.support import models
+from tests.support.cases import IN_FULL, each_pair
 from tests.support.models import Stack, features
 from tests.support.training import Config, Loop, assert_same, make_config, merge, run_engine
 
@@ -86,9 +87,7 @@ def stack() -> Stack:
     return Stack(num_blocks=NUM_BLOCKS)
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("room", [2, 3, 4])
+@pytest.mark.parametrize(("room", "accumulation", "clipping"), each_pair([2, 3, 4], [1, 3], [0.0, 0.5]))
 def test_a_step_fetches_as_little_as_is_possible_and_waits_for_none(
     room: int, accumulation: int, clipping: float, counter: Counter, tmp_path: Path
 ) -> None:
@@ -367,13 +366,16 @@ def skipping(engine: Any, seed: int) -> Any:
     return engine(features(seed, rows=5), (0, 1, 3) if seed % 3 == 2 else (0, 1, 2, 3))
 
 
+NUM_DIFFERING = 9 if IN_FULL else 6
 DIFFERING: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
-    "branch": (Branching, steps(ragged, 9)),
-    "skipped": (models.SometimesStack, steps(skipping, 9)),
-    "routed": (Routed, steps(ragged, 9)),
-    "evaluated": (Stack, steps(ragged, 9, after=evaluate_at_times)),
-    "routed, evaluated": (Routed, steps(ragged, 9, after=evaluate_at_times)),
+    "branch": (Branching, steps(ragged, NUM_DIFFERING)),
+    "skipped": (models.SometimesStack, steps(skipping, NUM_DIFFERING)),
+    "routed": (Routed, steps(ragged, NUM_DIFFERING)),
+    "evaluated": (Stack, steps(ragged, NUM_DIFFERING, after=evaluate_at_times)),
+    "routed, evaluated": (Routed, steps(ragged, NUM_DIFFERING, after=evaluate_at_times)),
 }
+ROOMS = [("host", 1), ("host", 3), ("nvme", 2), ("mixed", 3)]
+DIFFERING_CELLS = each_pair(DIFFERING, [0.0, 0.5], ROOMS)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
@@ -381,7 +383,7 @@ DIFFERING: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 def test_steps_that_differ_train_the_same_everywhere(name: str, clipping: float, tmp_path: Path) -> None:
     make_model, loop = DIFFERING[name]
     expected = run_engine(make_model, loop, make_config("resident", tmp_path, clipping=clipping))
-    for placement, room in (("host", 1), ("host", 3), ("nvme", 2), ("mixed", 3)):
+    for placement, room in (place for *cell, place in DIFFERING_CELLS if cell == [name, clipping]):
         config = make_config(placement, tmp_path, clipping=clipping)
         live = {"stage3_max_live_parameters": room * BLOCK_BYTES // 2}
         assert_same(run_engine(make_model, loop, merge(config, {"zero_optimization": live})), expected)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,9 @@ def run_row(
     *,
     num_steps: int = NUM_STEPS,
     num_plain_steps: int = NUM_PLAIN_STEPS,
+    placements: Iterable[str] = PLACEMENTS,
 ) -> Row:
-    """All placements against the resident one, and that one against plain PyTorch."""
+    """The placements against the resident one, and that one against plain PyTorch."""
     reference = Outcome([], {}, {})
     at_steps = {num_steps: reference}
     config = case_config(case, "resident", directory)
@@ -134,7 +135,7 @@ def run_row(
     plain = _plain_losses(case.accumulation, case.clipping, num_plain_steps)
     found = {
         placement: differences(run_case(case, placement, directory, num_steps=num_steps), at_steps[num_steps])
-        for placement in PLACEMENTS
+        for placement in placements
     }
     return Row(case, found, worst_relative_difference(resident.losses, plain))
 
