@@ -17,7 +17,7 @@ from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from offloadzero.api.checkpoints import EngineCheckpoints
 from offloadzero.api.optimizer import ACCELERATE_MARK, ConfigSource, OffloadedOptimizer, offload
-from offloadzero.errors import ConfigError
+from offloadzero.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("offloadzero")
 
@@ -153,12 +153,17 @@ class CollectiveSaving:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         checkpoints = EngineCheckpoints(optimizer.runtime, optimizer)
-        found = checkpoints.find(
-            checkpoint, _STATES, strict=False, with_counters=True, with_states=True, with_schedule=False,
-            lr_scheduler=None,
-        )  # fmt: skip
-        if found is not None:
-            checkpoints.load(found, lr_scheduler=None)
+        try:
+            found = checkpoints.find(
+                checkpoint, _STATES, strict=False, with_counters=True, with_states=True, with_schedule=False,
+                lr_scheduler=None,
+            )  # fmt: skip
+            if found is not None:
+                checkpoints.load(found, lr_scheduler=None)
+        except CheckpointError as error:  # it looks for others within this one, where the Trainer has none
+            raise CheckpointError(
+                f"{error}. Remove {checkpoint}, and resume from the one before it"
+            ) from error
         schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 

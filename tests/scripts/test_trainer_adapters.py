@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.errors import CheckpointError, ConfigError, StateError
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +90,14 @@ def test_a_resumed_run_has_the_embeddings_that_were_resized(tmp_path: Path) -> N
     embeddings = [name for name in saved[0] if "lora" not in name]
     assert len(embeddings) == 2
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in embeddings)
+
+
+def test_a_checkpoint_that_a_kill_has_cut_says_which_folder_to_remove(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    largest = max((tmp_path / "checkpoint-2" / "offloadzero").rglob("*.safetensors"), key=os.path.getsize)
+    os.truncate(largest, os.path.getsize(largest) // 2)
+    with pytest.raises(CheckpointError, match=rf"{largest.name}.*Remove .*checkpoint-2, and resume from"):
+        train(tmp_path, 4, resumes=True)
 
 
 def test_a_model_is_saved_in_files_of_a_size_and_resumed_from_them(tmp_path: Path) -> None:

@@ -458,7 +458,7 @@ def building_notes(answer: Answer) -> Iterator[str]:
         )
     if waiting:
         yield (
-            "Built under zero.Init its parameters wait on the drives before that: "
+            "Built under zero.Init its parameters wait on the drives until they are home, beside what is home already: "
             f"{format_bytes(waiting)} of nvme at the most, {_beside_has(waiting, memory.nvme or 0)}"
         )
     if whole > answer.needed[TierName.HOST]:
