@@ -156,6 +156,7 @@ def config_of(kind: Kind, directory: Path | str, *, durable: bool = True) -> dic
         "units": {"min_leaf_elements": 100},
         "durable": True,
         **kind.own,
+        "update": {"num_chunks_in_flight": 3, **kind.own.get("update", {})},  # few: slots are used again
     }
     if not durable:
         del own["durable"]

@@ -33,6 +33,7 @@ def choose(rank: int, stage: int, directory: str) -> dict[str, Any]:
                 "placement_tokens": 24,
                 "nvme_path": directory,
                 "budgets": {"device": BUDGETS[stage]},
+                "update": {"num_chunks_in_flight": 3},
             }
         with mock.patch.object(engine_plan, "available_host_bytes", return_value=free_bytes):
             engine = engine_of(config)

@@ -119,6 +119,7 @@ LATE_LANDINGS = {"late landings": True}
 OBSERVED = {"observed": True}
 ALL_WAIT = {"max waiting": 64 << 10}  # bytes: no gradient of these models is larger
 SMALL_CHUNKS = {"offloadzero": {"update": {"chunk_elements": 4096}}}
+FEW_SLOTS = {"offloadzero": {"update": {"num_chunks_in_flight": 3}}}  # each is used again
 MANY_SLOTS = {"offloadzero": {"update": {"num_chunks_in_flight": 16}}}  # each unit has one of its own
 AHEAD = {"max live": 9000}  # there is room for two blocks beside the one that computes
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
@@ -344,7 +345,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         patch.setattr(activations, "MIN_BYTES", 1)
         patch.setattr(collect, "MAX_WAITING_BYTES", over.get("max waiting", SMALL_GRADIENT_BYTES))
         options = {key: over[key] for key in ("clipping", "accumulation", "dtype") if key in over}
-        config = merge(make_config("host", directory, **options), over.get("json", {}))
+        config = merge(merge(make_config("host", directory, **options), FEW_SLOTS), over.get("json", {}))
         placed = (
             placement
             if isinstance(placement, list)
