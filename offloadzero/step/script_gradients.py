@@ -159,14 +159,14 @@ class GradientWindow:
         for source, (_, handle, grad) in others.items():
             if isinstance(grad, GradientTensor) and grad.source is not source and grad.source in others:
                 raise StateError(
-                    f"{handle.slot.name}.grad is a gradient that was {grad.source.name}, whose place another backward "
-                    "needs: assign a copy, clone(), or call step() before it"
+                    f"{handle.slot.name}.grad is the gradient of {grad.source.name}, whose memory this backward will "
+                    "overwrite: assign a clone() of it, or call step() before"
                 )
 
     def _settle_own(self, gradient: RecordGradient, slot: ParamSlot) -> None:
         if slot.index not in gradient.present:
             raise StateError(
-                f"{slot.name}.grad was lost with a backward that did not finish: call optimizer.zero_grad()"
+                f"{slot.name}.grad is incomplete, because its backward did not finish: call optimizer.zero_grad()"
             )
         if slot.index in gradient.zeroed:
             zeros = torch.zeros(slot.num_elements, dtype=gradient.record.dtype, device="cpu")
@@ -198,8 +198,8 @@ class GradientWindow:
             slot = handle.slot
             slot.param.grad = handle.tensor if slot.index in gradient.present else None
             raise StateError(
-                f"{slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(), but weights are "
-                f"updated in backward: set {KEEP_KEY} to keep gradients until the step"
+                f"{slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(), but backward has "
+                f"already updated the weights: set {KEEP_KEY} to keep gradients until the step"
             )
 
     def expect_frozen(self) -> None:

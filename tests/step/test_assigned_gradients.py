@@ -212,7 +212,7 @@ def test_the_next_micro_batch_cannot_add_to_what_was_another_parameters(
     model(0).backward()
     edit(model)
     with pytest.raises(
-        StateError, match=r"grad is a gradient that was blocks\.\d\.\w+\.weight\.grad.*assign a copy"
+        StateError, match=r"grad is the gradient of blocks\.\d\.\w+\.weight\.grad.*assign a clone"
     ):
         model(1).backward()
     optimizer.close()
