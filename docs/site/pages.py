@@ -15,7 +15,9 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]+)")
 OUTPUT = re.compile(r'(<div class="language-text highlight)(">.*?<code>)(.*?)(?=</code>)', re.DOTALL)
 COLUMNS = re.compile(r"\S  +\S")
 WIDE_CHARS = 80
-SENTENCES = re.compile(r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:what|key|to change)</th>\s*<th>[^<]*</th>\s*<th>)")
+SENTENCES = re.compile(
+    r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:what|key|to change)</th>\s*<th>[^<]*</th>\s*<th>)"
+)
 
 
 def on_config(config: Any) -> None:
@@ -54,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Mark, for style.css, the output whose lines may wrap, and the tables of sentences in three columns."""
-    return OUTPUT.sub(_marked, SENTENCES.sub('<table data-sentences>', html))
+    return OUTPUT.sub(_marked, SENTENCES.sub("<table data-sentences>", html))
 
 
 def _marked(found: re.Match[str]) -> str:
