@@ -74,7 +74,7 @@ def test_zero_grad_waits_until_it_is_known_what_was_applied(
     with backward_without_landing(tmp_path, monkeypatch) as (engine, landing):
         for _ in range(2):
             with pytest.raises(
-                StateError, match=r"zero_grad\(\) without step\(\) after a backward that has up"
+                StateError, match=r"zero_grad\(\) before step\(\), but backward has already up"
             ):
                 engine.zero_grad()
             assert landing.num_landed == 1

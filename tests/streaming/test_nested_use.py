@@ -179,5 +179,5 @@ def test_another_thread_computes_beside_a_forward(offloaded: Callable[..., Any])
     loss = model(features(0))
     handle.remove()
     assert isinstance(found[0], StateError)
-    assert "one thread at a time computes" in str(found[0])
+    assert "only one thread at a time may compute" in str(found[0])
     loss.backward()  # and the forward that was running is as it was
