@@ -175,6 +175,17 @@ def test_a_run_that_is_at_work_is_refused(tmp_path: Path, capsys: pytest.Capture
     make(KINDS["nvme"], tmp_path).close()  # the run is free again
 
 
+def test_one_commit_is_refused_with_the_directory_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_steps(0, KINDS["nvme"], str(tmp_path / "run"), 1)
+    commit = tmp_path / "run" / RUN / "commit-1"
+    assert convert(commit, tmp_path / "out") == USER_ERROR
+    expected = f"SRC = '{commit}': {tmp_path / 'run'}, the directory of the run of which this is one commit"
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_without_its_frozen_weights_becomes_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
