@@ -61,7 +61,7 @@ class OpenRun:
         """The swap file that is to stay; None where the run is not durable."""
         if self.directory is None:
             return None
-        file_bytes = () if self.found is None else self.found.file_bytes
+        file_bytes = None if self.found is None else self.found.file_bytes
         return KeptFile(f"{run_name(self.group.spec.rank)}.bin", file_bytes)
 
     def begin(self, model: nn.Module, records: Sequence[Record], store: TieredStore) -> DurableRun | None:
@@ -190,6 +190,8 @@ class DurableRun:
         """Have the first values written into the places that are not those of the commit which is found."""
         if self.found is None:
             return
+        if self._store.nvme is not None:
+            self._store.nvme.grow(self._store.nvme.num_bytes)
         # A newer one is not of all ranks, and would not be whole for long.
         self._directory.keep_only(self._number)
         for file in self._files:

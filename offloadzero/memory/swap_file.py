@@ -73,7 +73,7 @@ class KeptFile:
     """A swap file that stays when its process ends."""
 
     name: str
-    file_bytes: Sequence[int] = ()  # its least size in each directory; none: it begins anew
+    file_bytes: Sequence[int] | None = None  # its least size in each directory; None: it begins anew
 
 
 class KeptMark(NamedTuple):

@@ -143,14 +143,18 @@ OTHERS: dict[str, tuple[Kind, str]] = {
     "optimizer": (Kind(top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}), "has other optimizer of"),
     "model": (Kind(is_adapter=True), "has other parameters of"),
     "layout of states": (Kind(own={"state_layout": "compact"}), "has other segments of"),
+    "larger model": (Kind(num_ranks=2), "has other parameters of"),
 }
 
 
 def test_a_run_of_another_model_or_configuration_is_refused_and_stays(tmp_path: Path) -> None:
     found = begin(tmp_path)
+    swap = tmp_path / f"{RUN}.bin"
+    num_bytes = swap.stat().st_size
     for other, said in OTHERS.values():
         with pytest.raises(CheckpointError, match=f"commit-2: the run that lies here {said}"):
             make(other, tmp_path)
+        assert swap.stat().st_size == num_bytes
     engine = make(Kind(top={"scheduler": None}), tmp_path)
     with pytest.raises(
         CheckpointError, match="saved with WarmupLR, the engine has no schedule: a durable run goes on"
