@@ -418,7 +418,6 @@ class Engine:
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
         self._runtime.close()
-        self._checkpoints.background.finish()
 
     destroy = close  # DeepSpeed's name
 

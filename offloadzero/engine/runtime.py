@@ -123,6 +123,9 @@ class Runtime:
         find_sources(self.records, config, self.group)
         self._original = OriginalForm(self.records)
         self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
+        self.on_close: list[
+            Callable[[], None]
+        ] = []  # called at the end of close(), and may raise what nobody was told
         self._is_restored = False
         self.hooks: ModelHooks | None = None
         checkpointed = checkpointed_modules(model, cut, config)
@@ -370,6 +373,8 @@ class Runtime:
             self._close()
         self.resources.forget_owner()
         self.failures.raise_unseen()
+        for call in self.on_close:
+            call()
 
     def _close(self) -> None:
         lost = self._lost_to_another()
