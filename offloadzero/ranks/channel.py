@@ -300,12 +300,14 @@ def abort_groups(groups: Mapping[str, Any]) -> None:
 
     All at once: the end of one of NCCL's groups may wait for the device, where the collective of another one waits.
     """
-    threads = [
-        threading.Thread(target=functools.partial(_abort, name, group), daemon=True)
-        for name, group in groups.items()
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for name, group in groups.items():
+        thread = threading.Thread(target=functools.partial(_abort, name, group), daemon=True)
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:  # Python 3.12 starts none when it ends: one after the other is more than nothing
+            _abort(name, group)
     until_s = time.monotonic() + ABORT_WITHIN_S
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
