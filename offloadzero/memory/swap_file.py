@@ -103,10 +103,7 @@ class DirectoryLock:
         """Take the lock. Raises ConfigError where another process has it, AioError."""
         self.descriptor = -1
         try:
-            directory.mkdir(exist_ok=True)
-            sync_directory(directory.parent)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self.descriptor = os.open(directory / ".lock", flags, _MODE)
+            self.descriptor = _open_lock(directory)
             _open_files.add(self)
             _lock_kept(self.descriptor, directory)
         except BaseException as error:
@@ -123,6 +120,18 @@ class DirectoryLock:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _open_lock(directory: Path) -> int:
+    path, flags = directory / ".lock", os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+        return os.open(path, flags | os.O_RDWR | os.O_CREAT, _MODE)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, flags | os.O_RDONLY)  # what a drive that fails has is read still
 
 
 def _lock_kept(descriptor: int, path: Path) -> None:
