@@ -110,6 +110,7 @@ class EngineCheckpoints:
     ) -> None:
         """Write a checkpoint as `Engine.save_checkpoint` says, and raise its errors."""
         self.expect_savable("save_checkpoint")
+        self.expect_resumed("save_checkpoint")
         self.background.finish()
         whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step

@@ -108,10 +108,11 @@ def _expect_storable(states: States, *, exclude_frozen: bool, else_save: str) ->
         )
     frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
     expect_known_dtypes(frozen)
-    _expect_keepable(persistent_buffers(states.model))
+    expect_keepable(persistent_buffers(states.model))
 
 
-def _expect_keepable(tensors: Mapping[str, torch.Tensor]) -> None:
+def expect_keepable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError for a buffer, or another module's tensor, that a file cannot keep."""
     expect_dense(tensors)
     expect_known_dtypes([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
 
@@ -155,7 +156,7 @@ def begin_save(
     encode_meta(meta)
     expect_same_parameters(states, besides_frozen=exclude_frozen)
     _expect_clear_names(states, exclude_frozen=exclude_frozen)
-    _expect_keepable(extra.tensors)
+    expect_keepable(extra.tensors)
     _expect_storable(
         states, exclude_frozen=exclude_frozen, else_save="save_checkpoint(exclude_frozen_parameters=True)"
     )
