@@ -26,6 +26,7 @@ part, which must be that of the ranks that load it.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterable
@@ -50,6 +51,8 @@ from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoi
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
 from offloadzero.memory.swap_file import sync_directory
+
+log = logging.getLogger("offloadzero.checkpoint")
 
 _MAX_LATEST_BYTES = 4096
 _NO_DIRECTORY = (
@@ -80,6 +83,11 @@ def find_checkpoint(directory: Path, tag: str | None) -> Found | None:
         return _find_tag(directory, tag)
     if not os.path.lexists(directory / LATEST):
         if not list_checkpoints(directory):
+            if _looks_like_checkpoint(directory):
+                raise CheckpointError(
+                    f"{directory} is a checkpoint itself: load {directory.parent} with tag={directory.name!r}"
+                )
+            log.warning("%s: there is no checkpoint, and nothing is loaded", directory)
             return None
         raise CheckpointError(f"{directory / LATEST} is missing. {offer(directory)}")
     try:

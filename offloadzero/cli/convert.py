@@ -148,7 +148,7 @@ def _read(source: Path, held: ExitStack) -> tuple[str, StoredModel]:
     from offloadzero.checkpoint.verify import open_checkpoint
 
     if not source.is_dir():
-        raise ConfigError("SRC", str(source), "a directory that is there")
+        raise ConfigError("SRC", str(source), "there is no such directory")
     if (source / COMMIT).exists():
         allowed = f"{source.parent.parent}, the directory of the run of which this is one commit: its states lie there"
         raise ConfigError("SRC", str(source), allowed)
