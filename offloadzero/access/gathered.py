@@ -249,12 +249,8 @@ class GatheredBlock:
         """Take the memory of all parameters, while nothing is lost where there is too little; or return the error."""
         device = self._blocks.weights.device
         try:
-            return [
-                torch.empty(slot.shape, dtype=record.dtype, device=device) for record, slot in places
-            ], None
-        except (
-            RuntimeError
-        ) as error:  # torch.OutOfMemoryError; without a class of its own from the CPU's allocator
+            return [torch.empty(slot.shape, dtype=rec.dtype, device=device) for rec, slot in places], None
+        except RuntimeError as error:  # torch.OutOfMemoryError; the CPU's allocator has none of its own
             return [], error
 
     def leave(self) -> list[str]:

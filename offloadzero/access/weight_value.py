@@ -70,9 +70,8 @@ class _Kept(RemoteValue):
 
     def __init__(self, weight: Weight) -> None:
         super().__init__(weight.name, weight.shape, weight.dtype, weight.device)
-        self._tensor = weight.read(to_write=True).to(
-            "cpu"
-        )  # of a whole model there may be no room on the device
+        # Of a whole model there may be no room on the device.
+        self._tensor = weight.read(to_write=True).to("cpu")
         self._num_writes = 0
 
     @property

@@ -71,9 +71,8 @@ class InputHomes:
         """Make the homes. `parts` divides inputs among ranks; None: this one keeps them whole."""
         self.space = space
         self.num_ahead = INPUTS_AHEAD[space.tier]  # calls whose inputs are fetched ahead
-        self.goes_by_order = (
-            parts is not None
-        )  # fetches follow from the order of the calls alone, and from no time
+        # Whether fetches follow from the order of the calls alone, and from no time.
+        self.goes_by_order = parts is not None
         self.sender = sender
         self.fetcher = fetcher
         self._parts = parts
@@ -288,9 +287,7 @@ class FileSpace:
                 self._memory.reserve.add(checksum_bytes(size), f"{label}: checksums")
             if self.files is None:
                 self.files = self._open(size)
-                for (
-                    buffer
-                ) in self._memory.buffers.values():  # nothing is read yet, so no buffer is added meanwhile
+                for buffer in self._memory.buffers.values():  # as nothing is read yet, none is added
                     self.register(buffer)
             else:
                 self.files.grow(offset + size)

@@ -52,12 +52,8 @@ from offloadzero.errors import CheckpointError
 from offloadzero.memory.swap_file import sync_directory
 
 _MAX_LATEST_BYTES = 4096
-_NO_DIRECTORY = (
-    errno.ENOTDIR,
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.EACCES,
-)  # a file, a dangling link, another user's
+# A file, a dangling link, another user's.
+_NO_DIRECTORY = (errno.ENOTDIR, errno.ENOENT, errno.ELOOP, errno.EACCES)
 
 
 @dataclass(frozen=True)

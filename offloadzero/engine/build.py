@@ -75,9 +75,8 @@ class ScriptLoop:
     # True: gradients stay until they are dropped, unless the update runs in backward. This is torch's loop, which does
     # not call the engine's `step()` after each micro batch.
     keeps_after_step: bool
-    may_not_train: Sequence[
-        ParamSlot
-    ]  # frozen when the model was offloaded, and its to train when they are not
+    # Frozen when the model was offloaded, and its to train when they are not.
+    may_not_train: Sequence[ParamSlot]
 
 
 # --- the model, cut and planned ---

@@ -377,9 +377,7 @@ class Runtime:
             if self.failures.first is None and lost is None:
                 self.changes.wait_updates()
                 for value in list(self.weights.in_state_dicts):
-                    with suppress(
-                        StateError
-                    ):  # between backward and its step, say: then it has no value any more
+                    with suppress(StateError):  # between backward and its step, say, it has no value any more
                         value.keep()
                 self.clock.settle(wait=True)
             elif lost is not None and _script_error() is None and not self.changes.is_updated():

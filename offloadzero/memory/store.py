@@ -67,9 +67,8 @@ class StoreSizes:
     host: int
     nvme: int
     waiting: Mapping[int, int] = field(default_factory=dict)  # on nvme's drives, by `st_dev`: see `NvmeTier`
-    most_nvme: int | None = (
-        None  # to which nvme may grow when weights in place are written; None: what the drives have
-    )
+    # To which nvme may grow when weights in place are written; None: what the drives have.
+    most_nvme: int | None = None
 
 
 class HomePart(NamedTuple):

@@ -189,9 +189,8 @@ class DeviceTier(Tier):
     def __init__(self, arena: Arena, accelerator: Accelerator, failures: Failures) -> None:
         self.arena = arena
         self._accelerator = accelerator
-        self._is_fresh = (
-            accelerator.asynchronous.free_bytes() is None
-        )  # of the host's memory: zero, and not touched yet
+        # Of the host's memory: zero, and not touched yet.
+        self._is_fresh = accelerator.asynchronous.free_bytes() is None
         self._owner = accelerator.asynchronous.current_stream()  # to which the arena's memory belongs
         self.h2d = accelerator.lane("state-h2d", failures)
         self.d2h = accelerator.lane("state-d2h", failures)

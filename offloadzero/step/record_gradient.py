@@ -62,13 +62,10 @@ class RecordGradient:
     lease: PooledBuffer | None = None
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
-    arrived: dict[int, None] = field(
-        default_factory=dict
-    )  # indices of the slots whose gradient is there, in order
+    arrived: dict[int, None] = field(default_factory=dict)  # slots whose gradient is there, in order
     num_missing: int = 0  # of the slots of a gradient that has begun, those not among them
-    waiting: list[tuple[int, torch.Tensor]] = field(
-        default_factory=list
-    )  # of these, the ones not copied yet, with their gradients
+    # Of those that are there the ones not copied yet, with their gradients:
+    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     waiting_stream: Stream | None = None  # the stream on which these came
     copying: threading.Lock = field(default_factory=threading.Lock)  # held while they are copied
     kept: set[int] = field(default_factory=set)  # slots whose gradient came and is the script's own
@@ -77,9 +74,8 @@ class RecordGradient:
     streams: list[Stream | None] = field(default_factory=list)  # streams that have waited for `free`
     # In the window:
     present: frozenset[int] = frozenset()  # indices of the slots that have a gradient
-    factors: dict[int, float] = field(
-        default_factory=dict
-    )  # by slot: the product of factors that scripts have applied, unless 1
+    # By slot: the product of factors that scripts have applied, unless 1.
+    factors: dict[int, float] = field(default_factory=dict)
     zeroed: set[int] = field(default_factory=set)  # slots whose gradient is zero, whatever the home holds
     landed: Ticket = FINISHED
     sq_norms: list[float] = field(default_factory=list)  # of landed gradients, by slot, without factors

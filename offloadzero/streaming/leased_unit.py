@@ -76,9 +76,8 @@ class LayoutViews:
         self._slots = record.slots
         self._dtype, self._num_elements = record.dtype, record.num_elements
         self.placeholders = tuple(placeholder.expand(slot.shape) for slot in record.slots)
-        self.weights: dict[
-            tuple[Any, ...], WeightView
-        ] = {}  # the forms that autograd saves, made by `new_weight`
+        # The forms that autograd saves, made by `new_weight`.
+        self.weights: dict[tuple[Any, ...], WeightView] = {}
         self._at: dict[int, UnitViews] = {}
 
     def in_lease(self, lease: Lease) -> UnitViews:
@@ -165,9 +164,7 @@ class LeasedUnit:
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
     edits: int = 0  # counts the user's writes, in the same way for frozen weights
     shown_at: int = -1  # the address to which the parameters point; 0: placeholders; -1: various
-    gathered: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # by slot: the memory it has for the script
+    gathered: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot: its memory for the script
     versions: tuple[int, ...] = ()  # the parameters' versions when their module's forward began
 
     def __post_init__(self) -> None:

@@ -204,10 +204,6 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path}: {name} has {stop - start} bytes, its shape {num_bytes}")
         return TensorEntry(_DTYPES[dtype], torch.Size(shape), start, stop)
 
-    def names(self) -> list[str]:
-        """The names of all tensors in the file."""
-        return list(self.entries)
-
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor in host memory. Raises CheckpointError where it is not there, or cannot be read."""
         if name not in self.entries:

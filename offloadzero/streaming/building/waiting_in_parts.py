@@ -65,9 +65,8 @@ class LentParameters:
             ConfigError: there is no rank `modifier_rank`.
             StateError: the ranks gather different things, or one has no memory for them.
         """
-        found = sorted(
-            _in_parts(params), key=lambda each: each.parts.place
-        )  # a set has another order on each rank
+        # A set has another order on each rank.
+        found = sorted(_in_parts(params), key=lambda each: each.parts.place)
         for ranks, of_ranks in itertools.groupby(found, key=lambda each: each.parts.ranks):
             self._lend_all(ranks, [*of_ranks])
 
