@@ -157,6 +157,17 @@ class HashedFile:
             ) from error
 
 
+def write_file(path: Path, data: bytes, pool: HashingPool, *, is_there: bool = False) -> FileEntry:
+    """Write a `HashedFile` with that content, which is on the disk then. Raises AioError."""
+    file = HashedFile(path, pool, is_there=is_there)
+    try:
+        file.write(data)
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
+
+
 def file_size(path: Path) -> int:
     """Return the size of a regular file; CheckpointError for everything else."""
     try:
