@@ -171,13 +171,8 @@ class ScriptBlocks:
         """The ranks on which each of `flags` holds. All ranks call this with as many."""
         if not flags:
             return []
-        channel = self._group.states
         with self._clock.waiting("state access"), self._failures.handed_over():
-            by_rank = channel.by_rank_unless_same([*map(int, flags)], "GatheredParameters")
-        if by_rank is None:
-            return [[*channel.members] if flag else [] for flag in flags]
-        columns = zip(*by_rank, strict=True)
-        return [[rank for rank, it in zip(channel.members, each, strict=True) if it] for each in columns]
+            return self._group.states.ranks_where(flags, "GatheredParameters")
 
     def on_ranks(self, ranks: Sequence[int]) -> str:
         """Name these ranks in a message, where there are several."""

@@ -23,7 +23,6 @@ from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import (
     UPDATE_PRIORITY,
     DeviceTier,
-    Extent,
     Home,
     HostTier,
     InParts,
@@ -165,11 +164,9 @@ class TieredStore:
         if isinstance(backing, InPlaceTier):
             place = InParts([backing.add(*part, dtype=dtype) for part in parts])
         else:
-            place = backing.allocate(dtype, num_elements, label)
-            if versions and isinstance(place, torch.Tensor | Extent):
-                second = backing.allocate(dtype, num_elements, label)
-                if isinstance(second, torch.Tensor | Extent):
-                    place = TwoPlaces(place, next=second)
+            place = first = backing.allocate(dtype, num_elements, label)
+            if versions:
+                place = TwoPlaces(first, next=backing.allocate(dtype, num_elements, label))
         return Segment(
             record=record,
             kind=kind,

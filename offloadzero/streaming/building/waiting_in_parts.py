@@ -118,7 +118,7 @@ class LentParameters:
         for param, weight, parts, at_entry in self._lent:
             parts.ranks.announce(f"leave {parts.label}")
             has_changed = can_spill(param) and at_entry is not None and not torch.equal(param.data, at_entry)
-            ranks = parts.ranks.told(has_changed, f"whether {weight.name} has changed")
+            (ranks,) = parts.ranks.channel.ranks_where([has_changed], f"whether {weight.name} has changed")
             if ranks:
                 names.append(f"{weight.name} on ranks {ranks}")
         return names
