@@ -350,7 +350,6 @@ class InputStaging(Staging):
             self._pool.give_back(_no_buffer())
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:
-        """Take a buffer of at least `num_bytes`. Raises BudgetError."""
         self._space.expect_planned(num_bytes, label)
         buffer = self._pool.try_take()
         if buffer is None:

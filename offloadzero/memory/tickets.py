@@ -136,7 +136,6 @@ class AllOf:
             raise failure
 
     def done(self) -> bool:
-        """Whether all are done."""
         return all(ticket.done() for ticket in self.tickets)
 
 
@@ -181,7 +180,6 @@ class Promise:
         self._then.wait()
 
     def done(self) -> bool:
-        """Whether `wait()` would not block."""
         return self._latch.is_set and (self._error is not None or self._then.done())
 
 

@@ -177,7 +177,6 @@ class UpdateJob(RecordUpdate):
             self.before = AllOf([self.before, ended])
 
     def release_gradient(self) -> None:
-        """Give back the gradient's memory: it has been read, or will not be."""
         self.gradient.release()
 
     def cancel(self) -> None:

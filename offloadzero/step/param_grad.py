@@ -186,7 +186,6 @@ class ParamGradient(GradientValue):
         return True
 
     def is_worn(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the parameter's `grad`."""
         handle = self.handle()
         with DisableTorchFunctionSubclass():
             return not self.is_dropped and handle is not None and handle.param.grad is tensor
