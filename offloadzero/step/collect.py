@@ -237,10 +237,6 @@ class GradientCollector:
             if contribution.is_all or slot.index in state.zeroed:
                 state.forget(slot)
             return contribution.grad
-        if isinstance(grad, GradientTensor) and grad.source is source:
-            handle.param.grad = grad.read()  # a view of it, with other rows and columns say
-            source.take_contribution()
-            return None
         source.take_contribution()  # another tensor is the gradient now
         if slot.index in state.present:  # the script has dropped it, or put another in its place
             state.forget(slot)

@@ -220,7 +220,7 @@ class StepCoordinator:
                 first.show_assigned()
                 is_nested = self.collector.is_in_backward
                 if not (is_nested or self.policy.update_in_backward or torch.is_grad_enabled()):
-                    self._window.expect_none_given_away()
+                    self._window.expect_values()
             except BaseException:
                 first.drop()
                 raise
