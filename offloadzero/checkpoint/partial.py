@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from offloadzero.checkpoint.format.manifest import read_manifest
 from offloadzero.checkpoint.format.meta import read_mark
@@ -80,9 +79,7 @@ class PartialCheckpoint:
     def __enter__(self) -> PartialCheckpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is not None:
                 _settle_replaced(self._replaced, self._directory / self.tag)

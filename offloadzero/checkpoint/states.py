@@ -229,7 +229,7 @@ def _begin_write(
         excluded = [
             slot.name for r in states.records for slot in r.slots if exclude_frozen and not slot.trainable
         ]
-        steps = _steps(states.records)
+        steps = {slot.name: slot.step for record in states.records for slot in record.trainable_slots}
         whole = replace(meta, steps=steps, excluded=excluded, saved_unix_ns=time.time_ns())
         kept = files.pop_all()
 
@@ -294,10 +294,6 @@ class CheckpointFiles:
 
     def add_bytes(self, name: str, data: bytes) -> None:
         self.files[name] = write_file(self._path / name, data, self._pool)
-
-
-def _steps(records: Sequence[Record]) -> dict[str, int]:
-    return {slot.name: slot.step for record in records for slot in record.trainable_slots}
 
 
 def _slot_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:

@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from offloadzero.checkpoint.format.json_file import parse_json
@@ -68,9 +67,7 @@ class HashingPool:
     def __enter__(self) -> HashingPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
