@@ -154,6 +154,7 @@ class Runtime:
                 self.plan,
                 self.accelerator,
                 failures=self.failures,
+                clock=self.clock,
                 kept=self._open.kept_file,
             )
         )
@@ -179,7 +180,6 @@ class Runtime:
             self.config,
             self.plan,
             self.store,
-            clock=self.clock,
             group=self.group,
             loop=loop,
             resources=self.resources,

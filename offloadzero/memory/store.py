@@ -30,6 +30,7 @@ from offloadzero.memory.tiers import (
     Tier,
     TwoPlaces,
 )
+from offloadzero.observe.clock import StepClock
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,12 +94,14 @@ class TieredStore:
         nvme_paths: Sequence[Path],
         aio: AioConfig,
         failures: Failures,
+        clock: StepClock | None = None,
         poison: bool = False,
         kept: KeptFile | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.failures = failures
         self.timeline = accelerator.timeline
+        self.clock = clock or StepClock(self.timeline)  # counts the waits of all parts of an engine
         self.poison = poison
         self._pinned = False
         self.is_closed = False
