@@ -293,6 +293,11 @@ class RecordGradient:
         home = self.home
         return None if home is None or not home.is_in_memory else home.memory
 
+    def for_update(self) -> torch.Tensor | Segment | None:
+        """What an update reads: the gradient in memory, or its home."""
+        in_memory = self.in_memory()
+        return self.home if in_memory is None else in_memory
+
     def release(self) -> None:
         """Give back the buffer of a gradient without a home: it was read, or is not wanted."""
         buffer, self.passing = self.passing, None
