@@ -26,6 +26,7 @@ part, which must be that of the ranks that load it.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterable
@@ -49,6 +50,8 @@ from offloadzero.checkpoint.partial import alone_in, new_file, not_ours
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
+
+log = logging.getLogger("offloadzero.checkpoint")
 
 _MAX_LATEST_BYTES = 4096
 # A file, a dangling link, another user's.
@@ -75,6 +78,11 @@ def find_checkpoint(directory: Path, tag: str | None) -> Found | None:
         return _find_tag(directory, tag)
     if not os.path.lexists(directory / LATEST):
         if not list_checkpoints(directory):
+            if _looks_like_checkpoint(directory):
+                raise CheckpointError(
+                    f"{directory} is a checkpoint itself: load {directory.parent} with tag={directory.name!r}"
+                )
+            log.warning("%s: there is no checkpoint, and nothing is loaded", directory)
             return None
         raise CheckpointError(f"{directory / LATEST} is missing. {offer(directory)}")
     try:

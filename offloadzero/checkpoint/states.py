@@ -251,7 +251,7 @@ def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError("save_dir", str(directory), "a directory: there is a file") from error
+        raise ConfigError("save_dir", str(directory), "must be a directory: there is a file") from error
     if not existed:
         sync_directory(directory.parent)
 

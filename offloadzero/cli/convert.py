@@ -148,7 +148,7 @@ def _read(source: Path, held: ExitStack) -> tuple[str, StoredModel]:
     from offloadzero.checkpoint.verify import open_checkpoint
 
     if not source.is_dir():
-        raise ConfigError("SRC", str(source), "a directory that is there")
+        raise ConfigError("SRC", str(source), "there is no such directory")
     if deepspeed.is_deepspeed(source):
         return "", deepspeed.read_deepspeed(source)
     if (source / LATEST).exists() and deepspeed.is_deepspeed(tagged := source / read_latest(source)):

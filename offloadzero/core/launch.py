@@ -93,7 +93,9 @@ def init_distributed(
         return
     if size > 1 and not wanted:
         name = next((name for name, number in _sizes().items() if number > 1), "world_size")
-        raise ConfigError(name, size, "1, or RANK and WORLD_SIZE too: start the ranks with torchrun")
+        raise ConfigError(
+            name, size, "several ranks, and no RANK that says which this is: start them with torchrun"
+        )
     if not (wanted if dist_init_required is None else dist_init_required):
         return
     dist = _distributed()

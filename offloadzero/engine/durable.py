@@ -93,10 +93,14 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
     if not of_all and any(map(any, by_rank)):
         # The end has come with the first commit, which some ranks have made and others not?
         with group.together(_START):
-            is_first = set(told) <= {0, 1} and (
-                1 not in told or directory.read(1).layout["world_size"] == len(by_rank)
+            own_size = directory.read(max(told)).layout["world_size"] if any(told) else 0
+        size = max(max(sizes) for sizes in group.control.by_rank([own_size], "the ranks of the run"))
+        if size != len(by_rank):
+            raise CheckpointError(
+                f"{path}: the run there is of {size} ranks, and these are {len(by_rank)}: start as many, or remove "
+                f"{path.parent}/{run_name(0)[:-1]}* to begin anew"
             )
-        if group.is_on_some(not is_first):
+        if group.is_on_some(not set(told) <= {0, 1}):
             raise CheckpointError(
                 f"{path}: the ranks have no commit in common; by rank they have {by_rank} (0: none)"
             )

@@ -103,8 +103,9 @@ def test_a_file_in_the_place_of_the_directory(engine: Any, tmp_path: Path) -> No
 # --- which one ---
 
 
-def test_nothing_there_is_none(engine: Any, tmp_path: Path) -> None:
+def test_nothing_there_is_none(engine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert engine.load_checkpoint(tmp_path / "nowhere") == (None, {})
+    assert caplog.messages == [f"{tmp_path / 'nowhere'}: there is no checkpoint, and nothing is loaded"]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "meta.json").write_text('{"format": "parquet"}')
     (tmp_path / ".x.123.partial").mkdir()
@@ -113,6 +114,12 @@ def test_nothing_there_is_none(engine: Any, tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, tag="a")
     with pytest.raises(CheckpointError, match=r"data is not a checkpoint of this package"):
         engine.load_checkpoint(tmp_path, tag="data")
+
+
+def test_the_folder_of_a_tag_is_no_place_of_checkpoints(engine: Any, saved: Path) -> None:
+    """`convert` takes it, and a script that passes it would begin anew."""
+    with pytest.raises(CheckpointError, match=f"is a checkpoint itself: load {saved} with tag='b'"):
+        engine.load_checkpoint(saved / "b")
 
 
 def test_a_tag_that_is_not_there_names_those_that_are(engine: Any, saved: Path) -> None:

@@ -142,6 +142,10 @@ def test_transformers_loads_a_trained_checkpoint_with_equal_logits(llama: Path, 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(logits(loaded), expected)
     assert not torch.equal(before, expected)
+    words = ("--like", tmp_path / "out", "--dtype", "fp32")
+    assert convert(tmp_path / "saved", tmp_path / "fp32", *words) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype="auto")
+    assert {param.dtype for param in loaded.parameters()} == {torch.float32}
     carried = {"config.json", "generation_config.json", "tokenizer.json"}
     assert {file.name for file in (tmp_path / "out").iterdir() if ".safetensors" not in file.name} == carried
 

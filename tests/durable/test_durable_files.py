@@ -18,6 +18,7 @@ import pytest
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
 from offloadzero.memory.swap_file import read_kept_mark
 from tests.durable.runs import KINDS, MIXED, Kind, digest, make, train_step
+from tests.support.ranks import run_ranks
 from tests.support.tiny import small_disk, start_script
 
 NVME = KINDS["nvme"]
@@ -48,6 +49,13 @@ def begin(directory: Path, kind: Kind = NVME, *, num_steps: int = 2) -> str:
     found = digest(engine)
     engine.close()
     return found
+
+
+def refused_on(rank: int, directory: str) -> str:  # noqa: ARG001
+    """The text of the refusal."""
+    with pytest.raises(CheckpointError) as refused:
+        make(NVME, directory)
+    return str(refused.value)
 
 
 def take_steps(engine: Any, numbers: Iterable[int]) -> None:
@@ -293,3 +301,14 @@ def fill(path: Path) -> None:
                 file.write(bytes(4096))
             except OSError:
                 return
+
+
+def test_a_run_of_one_rank_does_not_go_on_over_two(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    found = begin(run)
+    texts = run_ranks(refused_on, 2, tmp_path / "ranks", str(run))
+    assert len(texts) == 2
+    for text in texts:
+        assert "the run there is of 1 ranks, and these are 2: start as many, or remove" in text
+    expect_at(run, 2, found)

@@ -37,7 +37,8 @@ PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
         "moe": "expert parallelism is not built",
         "pipe": "pipeline parallelism is not built",
         "tp_model_init": "divide the model yourself, and pass initialize(mpu=...)",
-        "utils": "offloadzero.zero has safe_get, safe_set and set_z3_leaf_modules, logging is Python's",
+        "utils": "offloadzero.zero has safe_get, safe_set and set_z3_leaf_modules, logging is Python's, and "
+        "itertools.chain.from_iterable(itertools.repeat(loader)) repeats as RepeatingLoader does",
         "version": "__version__ is here",
     }
 )

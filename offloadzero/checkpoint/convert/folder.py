@@ -29,6 +29,7 @@ from offloadzero.planning.model.shapes import read_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MAX_INDEX_BYTES = 256 * 1024 * 1024
 _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -101,8 +102,8 @@ def _shards(path: Path) -> dict[str, set[str] | None]:
 
 def files_to_carry(like: Path) -> list[Path]:
     """Return the files of a folder that are no weights: configuration, tokenizer, code. Raises ConfigError."""
-    if not (like / "config.json").is_file():
-        raise ConfigError("--like", str(like), "a folder with a config.json")
+    if not (like / CONFIG).is_file():
+        raise ConfigError("--like", str(like), "must be a folder with a config.json")
     return sorted(
         file
         for file in like.iterdir()
@@ -153,10 +154,22 @@ def write_folder(
         if len(shards) > 1:
             write_file(folder / INDEX, json.dumps(_index(names, shards), indent=2).encode(), pool)
         for file in carried:
+            if file.name == CONFIG and dtype is not None:
+                _write(folder / CONFIG, _with_dtype(file, dtype), pool)
+                continue
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("rb") as copied:
                 os.fsync(copied.fileno())
         model.directory.expect_same()
+
+
+def _with_dtype(config: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """A configuration that names the dtype which the weights have got, as `from_pretrained(dtype="auto")` reads it."""
+    values = parse_json(read_bytes(config, max_bytes=_MAX_INDEX_BYTES), config)
+    return {
+        key: str(dtype).removeprefix("torch.") if key in ("dtype", "torch_dtype") else value
+        for key, value in values.items()
+    }
 
 
 def _shard_names(num_shards: int) -> list[str]:
