@@ -152,15 +152,19 @@ def write_folder(
                     writer.add_pieces(entry.pieces(on_bytes))
                 writer.close()
         if len(shards) > 1:
-            write_file(folder / INDEX, json.dumps(_index(names, shards), indent=2).encode(), pool)
+            write_file(folder / INDEX, _as_json(_index(names, shards)), pool)
         for file in carried:
             if file.name == CONFIG and dtype is not None:
-                _write(folder / CONFIG, _with_dtype(file, dtype), pool)
+                write_file(folder / CONFIG, _as_json(_with_dtype(file, dtype)), pool)
                 continue
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("rb") as copied:
                 os.fsync(copied.fileno())
         model.directory.expect_same()
+
+
+def _as_json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, indent=2).encode()
 
 
 def _with_dtype(config: Path, dtype: torch.dtype) -> dict[str, Any]:
