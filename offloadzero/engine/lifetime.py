@@ -18,19 +18,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import StateError
-from offloadzero.memory.tickets import Failures, Latch
-
-
-class Closable(Protocol):
-    """Holds something of the machine until it is closed."""
-
-    def close(self) -> None:
-        """Give it back."""
-
+from offloadzero.memory.tickets import Closable, Failures, Latch
 
 Part = TypeVar("Part", bound=Closable)
 

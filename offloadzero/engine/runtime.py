@@ -157,6 +157,7 @@ class Runtime:
                 self.plan,
                 self.accelerator,
                 failures=self.failures,
+                clock=self.clock,
                 kept=self._open.kept_file,
             )
         )
@@ -182,7 +183,6 @@ class Runtime:
             self.config,
             self.plan,
             self.store,
-            clock=self.clock,
             group=self.group,
             loop=loop,
             resources=self.resources,
@@ -382,9 +382,7 @@ class Runtime:
             if self.failures.first is None and lost is None:
                 self.changes.wait_updates()
                 for value in list(self.weights.in_state_dicts):
-                    with suppress(
-                        StateError
-                    ):  # between backward and its step, say: then it has no value any more
+                    with suppress(StateError):  # between backward and its step, say, it has no value any more
                         value.keep()
                 self.clock.settle(wait=True)
             elif lost is not None and _script_error() is None and not self.changes.is_updated():

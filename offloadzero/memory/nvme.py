@@ -415,14 +415,12 @@ class _ReadInPlace:
         self._check = partial(place.file.expect_unchanged, label, place.offset, num_bytes)
 
     def wait(self) -> None:
-        """Block until the bytes are there."""
         try:
             self._ticket.wait()
         finally:  # of a file that was cut short the read has failed
             self._check()
 
     def done(self) -> bool:
-        """Whether the bytes are there."""
         return self._ticket.done()
 
 

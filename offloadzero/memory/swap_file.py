@@ -383,13 +383,9 @@ def _take(descriptor: int, path: Path) -> None:
 
 
 def _write_mark(descriptor: int, file_id: bytes) -> None:
-    mark = _mark(file_id) + FORMAT_VERSION.to_bytes(4, "little")
+    mark = _MAGIC + file_id + FORMAT_VERSION.to_bytes(4, "little")
     os.pwrite(descriptor, mark.ljust(MARK_BYTES, b"\0"), 0)
     os.fdatasync(descriptor)  # else a power failure could leave the name without the mark
-
-
-def _mark(file_id: bytes) -> bytes:
-    return _MAGIC + file_id
 
 
 def _stale_files(at: int, directory: Path) -> Iterator[tuple[str, int]]:
@@ -421,7 +417,7 @@ def _open_stale(at: int, name: str, file_id: bytes) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             first = os.pread(descriptor, len(_MAGIC) + _ID_BYTES, 0)
             has_name = _is_same(os.stat(name, dir_fd=at, follow_symlinks=False), status)
-            is_stale = first in (b"", _mark(file_id)) and has_name
+            is_stale = first in (b"", _MAGIC + file_id) and has_name
     except (BlockingIOError, FileNotFoundError):
         is_stale = False  # its process lives, or another start was quicker
     finally:

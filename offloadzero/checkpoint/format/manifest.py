@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from offloadzero.checkpoint.format.json_file import parse_json
@@ -54,9 +53,7 @@ class HashingPool(CallerRunsThreadPool):
     def __init__(self) -> None:
         super().__init__(min(len(os.sched_getaffinity(0)), _MAX_THREADS), "offloadzero-sha256")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown(cancel_futures=True)
 
 
@@ -141,6 +138,17 @@ class HashedFile:
                 num_bytes=num_bytes,
                 errno=error.errno or EIO,
             ) from error
+
+
+def write_file(path: Path, data: bytes, pool: HashingPool, *, is_there: bool = False) -> FileEntry:
+    """Write a `HashedFile` with that content, which is on the disk then. Raises AioError."""
+    file = HashedFile(path, pool, is_there=is_there)
+    try:
+        file.write(data)
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
 
 
 def file_size(path: Path) -> int:
