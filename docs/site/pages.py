@@ -12,6 +12,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/*.md", "benchmarks/*/*.md")
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]+)")
+OUTPUT = re.compile(r'(<div class="language-text highlight)(">.*?<code>)(.*?)(?=</code>)', re.DOTALL)
+COLUMNS = re.compile(r"\S  +\S")
+WIDE_CHARS = 80
+SENTENCES = re.compile(
+    r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:what|key|to change)</th>\s*<th>[^<]*</th>\s*<th>)"
+)
 
 
 def on_config(config: Any) -> None:
@@ -46,6 +52,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({posixpath.relpath(target.removeprefix('docs/'), posixpath.dirname(place) or '.')}"
 
     return LINK.sub(of_the_site, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark, for style.css, the output whose lines may wrap, and the tables of sentences in three columns."""
+    return OUTPUT.sub(_marked, SENTENCES.sub("<table data-sentences>", html))
+
+
+def _marked(found: re.Match[str]) -> str:
+    """Lines in columns stay whole: `wraps` where there is none, `wraps-wide` where none of them is wide."""
+    in_columns = [len(line) for line in found[3].splitlines() if COLUMNS.search(line)]
+    mark = "" if max(in_columns, default=0) > WIDE_CHARS else " wraps-wide" if in_columns else " wraps"
+    return f"{found[1]}{mark}{found[2]}{found[3]}"
 
 
 def _outside() -> list[str]:

@@ -337,6 +337,7 @@ def _expect_none_stale(names: Sequence[str]) -> None:
     """Raise StateError where the end of a block would undo the updates of a step, or another write."""
     if names:
         raise StateError(
-            f"{', '.join(names)}: updated inside of GatheredParameters, by step() or safe_set_full_fp32_param() say: "
-            "what the block has gathered is older, and what was written there is dropped. End the block before that"
+            f"{', '.join(names)}: updated inside a GatheredParameters block, by step() or safe_set_full_fp32_param() "
+            "say. The values of the block are older, and writes to them are dropped: end the block before such "
+            "an update"
         )

@@ -163,7 +163,9 @@ class HomeAccess:
 
     def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:
         if self._store.is_closed:
-            raise StateError(f"{slot.name}: the engine of this model is closed, and its states went with it")
+            raise StateError(
+                f"{slot.name}: the engine of this model is closed, and the states are gone with it"
+            )
         if kind is not SegmentKind.PARAM and not slot.trainable:
             raise ConfigError(slot.name, kind.value, "a frozen parameter has no optimizer state")
         return record.param_home if kind is SegmentKind.PARAM else record.segments[kind]

@@ -88,8 +88,8 @@ class HostValue(RemoteValue):
         """Write the value. Raises StateError where it is one of before the last update, or of a closed engine."""
         if self._is_stale():
             raise StateError(
-                f"{self.name}: was changed since {self._taken_with}, whose copy of it is written now: take a new "
-                "one, or use load_state_dict()"
+                f"{self.name}: has changed since {self._taken_with}, so a write to that older copy would undo the "
+                "change: take a new one, or use load_state_dict()"
             )
         held = None if self._held is None else value.clone()
         self._value.write(value)  # whose memory is the home's from now on

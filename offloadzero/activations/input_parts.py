@@ -68,7 +68,7 @@ class InputParts:
         if odd := channel.odd_ranks(orders):
             yield StateError(
                 f"{label}: tensor-parallel ranks, {[*channel.members]}, compute checkpointed units again in different "
-                f"orders: ranks {odd} in another than rank {first} (this is rank {channel.rank}). All ranks must "
+                f"orders: ranks {odd} in another order than rank {first} (this is rank {channel.rank}). All ranks must "
                 "run the same forwards and backwards"
             )
             return

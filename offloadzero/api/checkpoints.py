@@ -79,12 +79,12 @@ class EngineCheckpoints:
         interrupts.install()  # the script may have set a handler for this call
         if self._runtime.state is EngineState.CLOSED:
             raise StateError(
-                f"engine.{call}(): the engine of this model is closed, and its weights went with it"
+                f"engine.{call}(): the engine of this model is closed, and the weights are gone with it"
             )
         if self._runtime.state is EngineState.RESTORED:
             raise StateError(
-                f"engine.{call}(): restore_model() has given the model back with its weights and closed this engine, "
-                "and the optimizer's states went with it: save the model as any other, or make an engine anew"
+                f"engine.{call}(): restore_model() has made the model an ordinary one and closed this engine, and the "
+                "optimizer's states are gone with it: save the model like any other, or make a new engine"
             )
 
     @property
@@ -216,9 +216,9 @@ class EngineCheckpoints:
         run = self._runtime.durable
         if run is not None and run.found is not None and not self._has_resumed:
             raise StateError(
-                f"engine.{call}(): {run.found.path} has this run after step {run.found.meta.global_steps}, and this "
-                "engine its states: engine.resume() goes on with it, and says where it is. To begin anew remove "
-                f"{run.found.path.parent}* before"
+                f"engine.{call}(): the engine has loaded the durable run in {run.found.path}, which ended after step "
+                f"{run.found.meta.global_steps}: call engine.resume() to continue it. To start a new run remove "
+                f"{run.found.path.parent}* and make a new engine"
             )
 
     @contextmanager
@@ -258,14 +258,14 @@ class EngineCheckpoints:
         self._expect_open("resume")
         run = self._runtime.durable
         if run is None:
-            raise ConfigError("offloadzero.durable", False, "true for engine.resume()")
+            raise ConfigError("offloadzero.durable", False, "engine.resume() needs true")
         found = run.found
         if found is None:
             return None
         written = [s.name for r in self._runtime.records for s in r.trainable_slots if s.num_writes.total()]
         if self._has_resumed or self._coordinator.global_steps or written:
-            of_values = f" and before weights are written: {', '.join(written[:3])}" if written else ""
-            raise StateError(f"engine.resume(): once, and before the first step{of_values}")
+            of_values = f", and before a write to the weights ({', '.join(written[:3])})" if written else ""
+            raise StateError(f"engine.resume() must be called once, before the first step{of_values}")
         with self._runtime.group.together("resume()"):
             groups = fit_param_groups(self._param_groups, found)
             try_schedule(lr_scheduler, found, skip="a durable run goes on with the schedule that it had")

@@ -340,9 +340,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         replaced = new and [name for name in new if any(slot.name == name for _, slot in slots.values())]
         if replaced:
             raise StateError(
-                f"{', '.join(replaced[:5])} ({len(replaced)} in all): another parameter was put there after offload(), "
-                "by PEFT's load_adapter() in the Trainer's resume, say, and this optimizer does not train it: load "
-                "values into the model as it is, or take the Trainer of offloadzero.integrations.transformers"
+                f"{', '.join(replaced[:5])} ({len(replaced)} in all): replaced by another parameter after offload(), "
+                "for example by PEFT's load_adapter() when the Trainer resumes, and this optimizer does not train the "
+                "new one: load values into the parameters that are there, or use the Trainer of "
+                "offloadzero.integrations.transformers"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -78,7 +78,8 @@ class StoredCommit:
         if last_commit not in (self.number - 1, self.number):
             when = "after" if last_commit > self.number else "before"
             raise CheckpointError(
-                f"{swap_file} has states of {when} {self.path}: commits and swap files belong together"
+                f"{swap_file} has states from {when} the commit {self.path}: they are not of one run, or one of them "
+                "is an older copy"
             )
 
 
@@ -218,9 +219,9 @@ def expect_same_layout(commit: StoredCommit, own: Layout) -> None:
             part = next(part for part in {**has, **wants} if has.get(part) != wants.get(part))
             key, has, wants = f"{part} of {key}", has.get(part), wants.get(part)
         raise CheckpointError(
-            f"{commit.path}: the run that lies here has other {key} than this one ({_short(has)}, and here "
-            f"{_short(wants)}): go on with its model and configuration, or name another nvme_path; to give it up, "
-            f"remove {commit.path.parent}* there"
+            f"{commit.path}: the durable run in this directory differs from this script in {key} ({_short(has)} there, "
+            f"{_short(wants)} here): continue it with its own model and configuration, use another nvme_path, or "
+            f"remove {commit.path.parent}* to give it up"
         )
 
 

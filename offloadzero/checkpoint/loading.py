@@ -102,8 +102,8 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     missing = [name for name in missing if name not in excluded]
     if strict and (missing or foreign):
         raise CheckpointError(
-            f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
-            f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
+            f"{checkpoint.path} does not fit the model: missing {', '.join(missing[:5]) or 'nothing'}; "
+            f"not in the model: {', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
             + ("" if checkpoint.meta.steps or not with_states else WEIGHTS_ALONE)
         )
     if missing:

@@ -89,9 +89,9 @@ def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> N
     ]
     if came_later:
         raise CheckpointError(
-            f"not of this engine, for they came into the model after it was made: {', '.join(came_later[:5])} "
-            f"({len(came_later)} in all). A checkpoint would be without them: change the model first and then make "
-            "the engine; this one's restore_model() gives the model back with its weights"
+            f"added to the model after its engine was made: {', '.join(came_later[:5])} ({len(came_later)} in all). A "
+            "checkpoint would lack them: call restore_model(), which keeps the weights, change the model, and make a "
+            "new engine"
         )
 
 

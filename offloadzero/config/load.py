@@ -193,9 +193,7 @@ def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
     """Leave gradients alone unless the configuration says otherwise, as in torch; the script does the rest."""
     why = "offload() trains with the optimizer that it is given"
     if config.durable:
-        raise ConfigError(
-            "offloadzero.durable", True, "false for offload(): initialize() makes durable engines"
-        )
+        raise ConfigError("offloadzero.durable", True, "offload() has no durable runs: use initialize()")
     clipping = config.gradient_clipping
     warnings = config.warnings
     if (num_steps := config.batch.gradient_accumulation_steps) > 1:

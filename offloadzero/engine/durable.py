@@ -134,11 +134,11 @@ def _expect_no_commits(directory: Path) -> None:
 def _expect_committable(config: OffloadConfig, model: nn.Module) -> None:
     if config.mesh is not None:
         raise ConfigError(
-            "offloadzero.durable", True, "false with mpu: it is built for ranks with the whole model"
+            "offloadzero.durable", True, "not supported with mpu, where ranks have parts of the model"
         )
     if read_extra_states(model).described:
         raise ConfigError(
-            "offloadzero.durable", True, "false where modules have a get_extra_state() of their own"
+            "offloadzero.durable", True, "not supported for modules with a get_extra_state() of their own"
         )
     expect_keepable(persistent_buffers(model))
 

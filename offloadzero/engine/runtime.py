@@ -544,8 +544,8 @@ def _refuse_second(model: nn.Module) -> None:
                 continue
             if runtime.state is EngineState.CLOSED:
                 raise StateError(
-                    f"{name}: this model's engine was closed, and its weights went with it. Call restore_model() "
-                    "instead of close() to go on with the model, or build it anew"
+                    f"{name}: this model's engine was closed, and the weights are gone with it. Build the model again, "
+                    "or call restore_model() instead of close() to keep it"
                 )
             raise StateError(
                 f"{name} is offloaded already, by another engine: restore_model() of that one gives the model back"

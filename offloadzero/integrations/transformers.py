@@ -79,10 +79,12 @@ class CollectiveSaving:
             raise ConfigError("TrainingArguments.save_on_each_node", True, allowed)
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if given.world_size != ranks:
-            allowed = f"{ranks}, as torch.distributed has: on CPUs, use_cpu=True"
+            allowed = f"{ranks}, the ranks of torch.distributed: without GPUs pass use_cpu=True"
             raise ConfigError("TrainingArguments.world_size", given.world_size, allowed)
         if given.n_gpu > 1:  # the Trainer would put nn.DataParallel around the model, and multiply its batch
-            allowed = "one GPU a process: torchrun starts as many, CUDA_VISIBLE_DEVICES=0 hides the others"
+            allowed = (
+                "1: start one process per GPU by torchrun, or hide the other GPUs by CUDA_VISIBLE_DEVICES=0"
+            )
             raise ConfigError("TrainingArguments.n_gpu", given.n_gpu, allowed)
         if (given.bf16 or given.fp16) and getattr(model, ACCELERATE_MARK, False):
             wanted = torch.bfloat16 if given.bf16 else torch.float16
@@ -98,7 +100,7 @@ class CollectiveSaving:
         if config is None:
             return
         if getattr(self, "model", None) is None:
-            allowed = "a model with offload_config: none of model_init, and transformers 4.53 or newer"
+            allowed = "offload_config needs model= (not model_init=), and transformers 4.53 or newer"
             raise ConfigError("Trainer.model", None, allowed)
         made = self.create_optimizer()  # type: ignore[attr-defined]
         _, self._made = offload(self.model, made, config)  # type: ignore[attr-defined]

@@ -204,8 +204,9 @@ class SwapFile:
             raise ConfigError(
                 "offloadzero.nvme_path",
                 str(directory),
-                f"the directories of the run whose states are in {self.path.name}, in their order: its commits are not "
-                f"in the first one. To begin anew remove {self.path.stem}* from all of them",
+                f"{self.path.name} here belongs to a durable run whose commits are not in the first directory: name "
+                "the directories of that run in their order, or remove "
+                f"{self.path.stem}* from all of them to start anew",
             )
         os.ftruncate(self.descriptor, 0)  # what is reserved anew reads as zeros
         _write_mark(self.descriptor, file_id)

@@ -81,9 +81,9 @@ class DeadlockDetector:
             ):
                 act = "take equally many micro batches" if other == _STEPS else "save and load together"
                 raise StateError(
-                    f"rank {self._rank} waits in {what}, and rank {said['rank']} in {said['what']}, to which rank "
-                    f"{self._rank} has not come: neither would end. All ranks must run the same forwards, evaluations "
-                    f"too, read the same weights, states and gradients in the same order, and {act}"
+                    f"rank {self._rank} waits in {what}, and rank {said['rank']} waits in {said['what']}, which rank "
+                    f"{self._rank} has not called: both would wait forever. All ranks must run the same forwards, "
+                    f"evaluations too, read the same weights, states and gradients in the same order, and {act}"
                 )
 
     def _come_to(self, channel: str) -> int:

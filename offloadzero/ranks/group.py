@@ -127,10 +127,10 @@ class Collectives:
         orders, writes_by_rank = zip(*by_rank, strict=True)
         if len(set(orders)) > 1:
             raise StateError(
-                f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
-                f"rank {self.members[0]} (this is rank {self.rank}). All ranks must run the same forwards, evaluations "
-                "too, and read the same weights. Where the data choose which modules run, experts say, make these one "
-                "unit on all ranks: zero.set_z3_leaf_modules(model, [class of the module that holds them]), "
+                f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another "
+                f"order than rank {self.members[0]} (this is rank {self.rank}). All ranks must run the same forwards, "
+                "evaluations too, and read the same weights. If the data choose which modules run (experts), make "
+                "these modules one unit: zero.set_z3_leaf_modules(model, [class of the module that holds them]), "
                 "zero_optimization.leaf_module or offloadzero.units.patterns"
             )
         self.expect_same_writes(writes_by_rank, label)
@@ -140,9 +140,9 @@ class Collectives:
         odd = self.odd_ranks(by_rank)
         if odd:
             raise StateError(
-                f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
-                f"and states, or gradients, as that of rank {self.members[0]}, so the parts that the ranks keep no "
-                "longer fit. All ranks must write the same values, or none: load_state_dict(), param.data, "
+                f"{label}: the scripts of ranks {odd} have written other values into parameters, states or gradients "
+                f"than that of rank {self.members[0]}, so the parts that the ranks keep no longer fit together. All "
+                "ranks must write the same values, or none: load_state_dict(), param.data, "
                 "param.grad, zero_grad(), safe_set_full_fp32_param(), load_checkpoint()"
             )
 

@@ -161,8 +161,8 @@ class GradientCollector:
         if state.flat is None:
             if state.closed and self._updates_in_backward:
                 raise StateError(
-                    f"{handle.slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around "
-                    f"a shared module?), but the weights are updated in backward: set {KEEP_KEY}"
+                    f"{handle.slot.name} gets a second gradient in one backward (a reentrant checkpoint around a "
+                    f"shared module?), but the first one has already updated its weights: set {KEEP_KEY}"
                 )
             self._begin(state)
         stream = self._order_stream(state) if self._has_streams else None
@@ -337,8 +337,8 @@ class GradientCollector:
         """Raise StateError where a backward has added to a tensor of the script's own, which no other rank has."""
         for name in self._left_with_script:
             raise StateError(
-                f"{name}.grad was assigned before a backward, which has added this rank's gradient to it, and not the "
-                "mean over the ranks: assign it after the backward, or drop all gradients with zero_grad()"
+                f"{name}.grad was assigned before a backward, which has added this rank's gradient to it instead of "
+                "the mean over the ranks: assign it after the backward, or drop all gradients with zero_grad()"
             )
 
     def abandon(self) -> None:

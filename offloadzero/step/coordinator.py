@@ -109,7 +109,7 @@ class _Running:
 
 
 UNFINISHED = (
-    "the last backward did not finish: what it has left is not a gradient. Call optimizer.zero_grad() and repeat the "
+    "the last backward did not finish, so its gradients are incomplete. Call optimizer.zero_grad() and repeat the "
     "micro batches since the last step"
 )
 
@@ -303,16 +303,15 @@ class StepCoordinator:
             self._before_backward()
         if self._jobs:
             raise StateError(
-                "backward() again before step(), which closes a step whose backward has updated the weights. Set "
+                "backward() a second time before step(), but the first backward has already updated the weights. Set "
                 "gradient_accumulation_steps to the number of backward passes per step, or "
                 '"offloadzero": {"update": {"in_backward": false}}'
             )
         last_micro_batch = self._accumulation.is_boundary()
         if not last_micro_batch and not self.policy.keeps_gradients:
             raise StateError(
-                "this micro batch is not the last of its step, but gradients are not kept, as backward "
-                "updates the weights: set "
-                "gradient_accumulation_steps to the number of backward passes per step, or "
+                "this micro batch is not the last of its step, but backward updates the weights and keeps no "
+                "gradients: set gradient_accumulation_steps to the number of backward passes per step, or "
                 '"offloadzero": {"update": {"in_backward": false}}'
             )
         self._in_backward = True
@@ -380,7 +379,7 @@ class StepCoordinator:
             if gradient.arrived:
                 raise StateError(
                     f"{gradient.record.name} gets a gradient after all of its gradients in one backward (a reentrant "
-                    "checkpoint?): over several ranks that is not built"
+                    "checkpoint?), which is not supported over several ranks"
                 )
             if self._closes_window and gradient.present and not gradient.closed:
                 # It has no gradient of this micro batch, whose operations may have read the weights all the same.
@@ -445,8 +444,9 @@ class StepCoordinator:
         self._window.expect_frozen()
         if self._jobs and list(self._current_hypers()) != list(self._account.hypers):
             raise StateError(
-                "the optimizer's param_groups have changed since backward(), which has updated the weights with the "
-                'old ones: change them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
+                "the optimizer's param_groups have changed since backward(), but backward has already updated the "
+                "weights with the old ones: change them after step(), or set "
+                '"offloadzero": {"update": {"in_backward": false}}'
             )
         if self.policy.update_in_backward:
             self._window.expect_untouched()
@@ -561,9 +561,8 @@ class StepCoordinator:
             self._expect_one_step()
             if self._jobs and self._account.applied:
                 raise StateError(
-                    "zero_grad() without step() after a backward that has updated the weights: call step(), which "
-                    'closes that step, or set "offloadzero": {"update": {"in_backward": false}} to be able to drop '
-                    "gradients"
+                    "zero_grad() before step(), but backward has already updated the weights: call step() first, or "
+                    'set "offloadzero": {"update": {"in_backward": false}} to be able to drop gradients'
                 )
             return
         if self._decider.stopped.is_closed:

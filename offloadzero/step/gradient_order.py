@@ -54,7 +54,7 @@ class ReduceOrder:
         if record in self._complete:
             raise StateError(
                 f"{name} gets its gradients a second time in one backward (a reentrant checkpoint around a shared "
-                "module?): over several ranks that is not built. Use use_reentrant=False"
+                "module?), which is not supported over several ranks: set use_reentrant=False"
             )
         self._complete[record] = None
         now = []
@@ -160,8 +160,8 @@ class GradientOrder:
         self._control.all_reduce(flags, "the end of a backward", largest=True)
         if bool(closing.all()):
             raise StateError(
-                "this micro batch is the last of its step on some ranks and not on others: all ranks must take equally "
-                "many, and set the same accumulation boundaries"
+                "this micro batch is the last of its step on some ranks and not on others: all ranks must take the "
+                "same number of micro batches per step, and set the same accumulation boundaries"
             )
         present = {
             index: frozenset(own.nonzero().view(-1).tolist())

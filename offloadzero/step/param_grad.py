@@ -308,14 +308,14 @@ class GradientAccess:
         self._expect_reachable(state, slot, source)
         if self.updates_in_backward and (state.closed or state.arrived or state.home is None):
             raise StateError(
-                f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "
-                "to keep gradients until they are dropped"
+                f"{source.name}: backward has updated the weights and dropped this gradient: set {KEEP_KEY} to keep "
+                "gradients until the script drops them"
             )
         if not (
             slot.index in state.present or slot.index in state.arrived or source.contribution is not None
         ):
             raise StateError(
-                f"{source.name}: this gradient was dropped or lost with a backward that did not finish: call "
+                f"{source.name}: this gradient was dropped, or its backward did not finish: call "
                 "optimizer.zero_grad()"
             )
         copy_waiting(state, self._store.accelerator.asynchronous)

@@ -138,7 +138,7 @@ class GradientWindow:
     def _settle_own(self, gradient: RecordGradient, slot: ParamSlot) -> None:
         if slot.index not in gradient.present:
             raise StateError(
-                f"{slot.name}.grad was lost with a backward that did not finish: call optimizer.zero_grad()"
+                f"{slot.name}.grad is incomplete, because its backward did not finish: call optimizer.zero_grad()"
             )
         if slot.index in gradient.zeroed:
             zeros = torch.zeros(slot.num_elements, dtype=gradient.record.dtype, device="cpu")
@@ -170,8 +170,8 @@ class GradientWindow:
             slot = handle.slot
             slot.param.grad = handle.tensor if slot.index in gradient.present else None
             raise StateError(
-                f"{slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(), but weights are "
-                f"updated in backward: set {KEEP_KEY} to keep gradients until the step"
+                f"{slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(), but backward has "
+                f"already updated the weights: set {KEEP_KEY} to keep gradients until the step"
             )
 
     def expect_frozen(self) -> None:

@@ -182,8 +182,8 @@ class Executor:
             self._forward_thread = threading.get_ident()
         elif self._forward_thread != threading.get_ident():
             raise StateError(
-                "a forward began while another thread is in this model's: one thread at a time computes with an "
-                "offloaded model (others may read its weights: state_dict(), parameters())"
+                "a forward began while another thread is in a forward of this model: only one thread at a time may "
+                "compute with an offloaded model (others may read its weights: state_dict(), parameters())"
             )
         self.changes.expect_forward_may_begin(indices)
         evaluating = self.is_evaluating

@@ -33,7 +33,7 @@ _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export
 def refuse_export() -> NoReturn:
     """Raise StateError: an exporter would take weights that come and go."""
     raise StateError(
-        "torch.jit and torch.export need weights that stay in memory, which an offloaded model has not: export "
+        "torch.jit and torch.export need weights that stay in memory, and those of an offloaded model do not: export "
         "an ordinary copy, copy.deepcopy(model), or call restore_model() first"
     )
 
@@ -43,9 +43,8 @@ def expect_not_sharded(module: nn.Module) -> None:
     sharder = sharder_of(module)
     if sharder is not None:
         raise StateError(
-            f"{sharder} has put other parameters in the place of an offloaded model's, which nothing here would "
-            "train: leave it out, as ranks divide the parameters themselves at zero_optimization.stage 3, or call "
-            "restore_model() before it"
+            f"{sharder} has replaced the parameters of an offloaded model, and nothing would train the new ones: leave "
+            "it out (zero_optimization.stage 3 divides the parameters over the ranks), or call restore_model() first"
         )
 
 

@@ -136,7 +136,7 @@ def test_a_swap_file_that_is_cut_or_another_is_refused(tmp_path: Path) -> None:
     data = bytearray(copy.read_bytes())
     data[16] ^= 1  # in the number of the file
     swap.write_bytes(data)
-    with pytest.raises(CheckpointError, match="other swap files than this one"):
+    with pytest.raises(CheckpointError, match="differs from this script in swap files"):
         make(NVME, tmp_path)
     swap.write_bytes(b"another program's" + bytes(8192))
     with pytest.raises(AioError, match="it is not a file of this package"):
@@ -148,12 +148,15 @@ def test_a_swap_file_that_is_cut_or_another_is_refused(tmp_path: Path) -> None:
 
 
 OTHERS: dict[str, tuple[Kind, str]] = {
-    "placement": (Kind(MIXED), "has other segments of embed"),
-    "no swap file": (Kind("host"), "has other swap files"),
-    "optimizer": (Kind(top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}), "has other optimizer of"),
-    "model": (Kind(is_adapter=True), "has other parameters of"),
-    "layout of states": (Kind(own={"state_layout": "compact"}), "has other segments of"),
-    "larger model": (Kind(num_ranks=2), "has other parameters of"),
+    "placement": (Kind(MIXED), "differs from this script in segments of embed"),
+    "no swap file": (Kind("host"), "differs from this script in swap files"),
+    "optimizer": (
+        Kind(top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
+        "differs from this script in optimizer of",
+    ),
+    "model": (Kind(is_adapter=True), "differs from this script in parameters of"),
+    "layout of states": (Kind(own={"state_layout": "compact"}), "differs from this script in segments of"),
+    "larger model": (Kind(num_ranks=2), "differs from this script in parameters of"),
 }
 
 
@@ -162,7 +165,7 @@ def test_a_run_of_another_model_or_configuration_is_refused_and_stays(tmp_path: 
     swap = tmp_path / f"{RUN}.bin"
     num_bytes = swap.stat().st_size
     for other, said in OTHERS.values():
-        with pytest.raises(CheckpointError, match=f"commit-2: the run that lies here {said}"):
+        with pytest.raises(CheckpointError, match=f"commit-2: the durable run in this directory {said}"):
             make(other, tmp_path)
         assert swap.stat().st_size == num_bytes
     engine = make(Kind(top={"scheduler": None}), tmp_path)
@@ -180,7 +183,8 @@ def test_directories_in_another_order_do_not_begin_anew(tmp_path: Path) -> None:
     found = begin(tmp_path, in_order)
     for paths in ([second, first], [second]):
         with pytest.raises(
-            ConfigError, match=r"nvme_path.*in their order: its commits are not in the first one"
+            ConfigError,
+            match=r"nvme_path.*whose commits are not in the first directory: name the directories of that run",
         ):
             make(Kind(own={"nvme_path": paths}), tmp_path)
     with pytest.raises(CheckpointError, match="has files in 2 directories, and nvme_path names 1"):
@@ -226,7 +230,8 @@ def test_commits_of_before_beside_the_swap_file_of_now_are_refused(tmp_path: Pat
     (tmp_path / RUN).rename(tmp_path / "present")
     (tmp_path / "copy").rename(tmp_path / RUN)
     with pytest.raises(
-        CheckpointError, match=rf"{RUN}\.bin has states of after .*commit-2: commits and swap files"
+        CheckpointError,
+        match=rf"{RUN}\.bin has states from after the commit .*commit-2: they are not of one run",
     ):
         make(NVME, tmp_path)
     shutil.rmtree(tmp_path / RUN)
@@ -242,7 +247,8 @@ def test_a_swap_file_of_before_beside_the_commits_of_now_is_refused(tmp_path: Pa
     now = swap.read_bytes()
     swap.write_bytes(before)
     with pytest.raises(
-        CheckpointError, match=rf"{RUN}\.bin has states of before .*commit-4: commits and swap files"
+        CheckpointError,
+        match=rf"{RUN}\.bin has states from before the commit .*commit-4: they are not of one run",
     ):
         make(NVME, tmp_path)
     swap.write_bytes(now)
@@ -288,10 +294,11 @@ def test_training_without_resume_is_refused_where_a_run_is_found(tmp_path: Path)
     found = begin(tmp_path)
     engine = make(NVME, tmp_path)
     with pytest.raises(
-        StateError, match=r"commit-2 has this run after step 2.*engine\.resume\(\) goes on with it"
+        StateError,
+        match=r"durable run in .*commit-2, which ended after step 2: call engine\.resume\(\) to continue it",
     ):
         train_step(engine, NVME, 0)
-    with pytest.raises(StateError, match=r"save_checkpoint\(\): .*commit-2 has this run after step 2"):
+    with pytest.raises(StateError, match=r"save_checkpoint\(\): .*commit-2, which ended after step 2"):
         engine.save_checkpoint(tmp_path / "saved")  # its counters would be those of no step
     engine.close()
     expect_at(tmp_path, 2, found)

@@ -210,11 +210,11 @@ def test_resume_comes_once_and_first(tmp_path: Path) -> None:
     engine.close()
     engine = make(NVME, tmp_path)
     engine.load_checkpoint(tmp_path / "saved", tag="a")
-    with pytest.raises(StateError, match=r"resume\(\): once, and before the first step"):
+    with pytest.raises(StateError, match=r"resume\(\) must be called once, before the first step"):
         engine.resume()
     engine.close()
     engine = ran(tmp_path)
-    with pytest.raises(StateError, match=r"resume\(\): once, and before the first step"):
+    with pytest.raises(StateError, match=r"resume\(\) must be called once, before the first step"):
         engine.resume()
     engine.close()
     plain = make(NVME, tmp_path / "plain", durable=False)

@@ -135,7 +135,7 @@ class Run:
         try:
             one.zero_grad()
         except offloadzero.StateError as error:
-            if "call step(), which closes that step" not in str(error):
+            if "backward has already updated the weights: call step() first" not in str(error):
                 raise
             one.step()
 

@@ -251,7 +251,7 @@ def test_updates_of_an_interrupted_backward_are_named(placement: str, tmp_path: 
 def test_what_a_whole_backward_has_updated_is_closed_by_step(tmp_path: Path) -> None:
     engine = make_engine(settings(tmp_path, placement="host"))
     engine.backward(engine(tokens(0)))
-    with pytest.raises(StateError, match=r"call step\(\), which closes that step"):
+    with pytest.raises(StateError, match=r"backward has already updated the weights: call step\(\) first"):
         engine.zero_grad()
     with pytest.warns(UserWarning, match=r"step 1 was applied in backward, and step\(\) was not called"):
         engine.save_checkpoint(tmp_path / "saved")
@@ -295,7 +295,7 @@ def test_ctrl_c_waits_until_backward_has_updated_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.backward(engine(tokens(2)))
     assert interrupts.held.until() is None
-    with pytest.raises(StateError, match=r"call step\(\), which closes that step"):
+    with pytest.raises(StateError, match=r"backward has already updated the weights: call step\(\) first"):
         engine.zero_grad()
     engine.step()
     after = all_states(engine)

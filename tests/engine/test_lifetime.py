@@ -167,7 +167,9 @@ def test_a_model_whose_engine_was_closed_is_refused(tmp_path: Path) -> None:
     assert engine.state is EngineState.CLOSED
     with pytest.raises(StateError, match="closed"):
         engine.restore_model()
-    with pytest.raises(StateError, match=r"engine was closed, and its weights went with it.*restore_model"):
+    with pytest.raises(
+        StateError, match=r"engine was closed, and the weights are gone with it.*restore_model"
+    ):
         make_engine(settings(tmp_path), model)
 
 

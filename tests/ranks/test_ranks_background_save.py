@@ -207,8 +207,8 @@ def test_ranks_that_depart_get_an_error_and_do_not_end_inside_of_gloo(tmp_path: 
     }
     for said in run_ranks(part, 2, tmp_path / "ranks", str(tmp_path)):
         for name, act in acts.items():
-            assert f"rank 0 in what the ranks do ({act}" in said[name]
-            assert ", to which rank 1 has not come: neither would end. All ranks must" in said[name]
+            assert f"rank 0 waits in what the ranks do ({act}" in said[name]
+            assert ", which rank 1 has not called: both would wait forever. All ranks must" in said[name]
 
 
 def killed(rank: int, directory: str) -> None:

@@ -92,7 +92,7 @@ def take_another_branch(rank: int, directory: str) -> None:
 def test_a_branch_that_one_rank_takes_is_an_error_on_all(tmp_path: Path) -> None:
     """Before any computes with what it has fetched: that would be another unit's."""
     for said in failed(take_another_branch, tmp_path):
-        assert "the ranks fetch weights in different orders: ranks [1] in another than rank 0" in said
+        assert "the ranks fetch weights in different orders: ranks [1] in another order than rank 0" in said
 
 
 def disagree(rank: int, directory: str) -> dict[str, str]:
@@ -232,7 +232,7 @@ def start_in(call: str, model: nn.Module) -> None:
 
 _WITHOUT = "the model without it: ranks divide the parameters themselves at zero_optimization.stage 3"
 REFUSED = {
-    "FSDP later": "StateError: FullyShardedDataParallel has put other parameters in the place of an offloaded model's",
+    "FSDP later": "StateError: FullyShardedDataParallel has replaced the parameters of an offloaded model",
     **{
         f"{name} inside, {call}": f"ConfigError: model.1 = '{text}"
         for name, text in {
@@ -245,7 +245,7 @@ REFUSED = {
     "wrapped": "ConfigError: model = 'DistributedDataParallel': the module in it, model.module: its gradients are ",
     "buffers": "ConfigError: buffers = 'shift (17,) torch.float32 torch.strided, seen (",
     "wrapped later": "ConfigError: model = 'DistributedDataParallel': the module in it: its gradients are averaged ",
-    "sharded later": "StateError: fully_shard() has put other parameters in the place of an offloaded model's",
+    "sharded later": "StateError: fully_shard() has replaced the parameters of an offloaded model",
     "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "

@@ -494,7 +494,7 @@ DEPARTURES = {
     "an end and a read": ("rank 0 reads wide.weight (param)", "rank 1 leaves GatheredParameters"),
     "a forward": ("rank 0 leaves GatheredParameters", "rank 1 begins a forward inside GatheredParameters"),
     "one nests": ("rank 0 enters GatheredParameters", "rank 1 leaves GatheredParameters"),
-    "written before": ("have not written the same values into parameters",),
+    "written before": ("have written other values into parameters",),
 }
 
 

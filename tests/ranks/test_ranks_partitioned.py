@@ -321,7 +321,7 @@ def test_a_rank_that_departs_is_an_error_on_all_others(found: Found) -> None:
     goes_on, ends = ([of_rank[name] for of_rank in found["depart"]] for name in ("goes on", "ends"))
     for said in _in_own_words(goes_on):
         assert said.startswith("StateError: blocks.2: tensor-parallel ranks, [0, 1, 2, 3], compute ")
-        assert "in different orders: ranks [1, 3] in another than rank 0" in said
+        assert "in different orders: ranks [1, 3] in another order than rank 0" in said
     *others, closed = ends
     assert closed == "nothing"
     for said in _in_own_words(others):

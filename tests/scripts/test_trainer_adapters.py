@@ -117,7 +117,7 @@ def test_a_model_is_saved_in_files_of_a_size_and_resumed_from_them(tmp_path: Pat
 def test_adapters_that_are_put_in_the_place_of_trained_ones_are_an_error(tmp_path: Path) -> None:
     """The Trainer by itself has PEFT load the checkpoint's, in fp32: they would not be trained."""
     train(tmp_path, 2, collective=False)
-    with pytest.raises(StateError, match=r"lora_A.*another parameter was put there after offload\(\)"):
+    with pytest.raises(StateError, match=r"lora_A.*replaced by another parameter after offload\(\)"):
         train(tmp_path, 4, collective=False, resumes=True)
 
 

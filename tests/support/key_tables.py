@@ -15,16 +15,27 @@ from offloadzero.config.readers import shown
 
 DOC = Path(__file__).parents[2] / "docs" / "config.md"
 TOP_LEVEL = "Top level"
-_ROW = re.compile(rf"\| `[^`]+` \| ({'|'.join(Action)}) \|")
+_ROW = re.compile(rf"\| `[^|]+` \| ({'|'.join(Action)}) \|")
 
 
 def key_table(path: str, table: KeyTable) -> list[str]:
-    """The rows of one object's keys."""
-    rows = [
-        f"| `{f'{path}.{key}'.removeprefix('.')}` | {spec.action.value} | {sentence(spec)} |"
-        for key, spec in table.items()
-    ]
-    return ["| key | action | here |", "| --- | --- | --- |", *rows]
+    """The rows of one object's keys: a row for those of one sentence, with all spellings of each.
+
+    The keys of a rule, `x[]`, that are keys of `x` too are left out.
+    """
+    known = OWN_KEYS[path.removesuffix("[]")] if path.endswith("[]") else {}
+    rows: dict[str, list[str]] = {}
+    for key, spec in table.items():
+        if spec.action is not Action.ALIAS and key not in known:
+            others = [other for other, alias in table.items() if _is_alias(alias, key)]
+            names = " or ".join(f"`{name}`" for name in (key, *others))
+            rows.setdefault(f"{spec.action.value} | {sentence(spec)}", []).append(names)
+    lines = [f"| {', '.join(names)} | {said} |" for said, names in rows.items()]
+    return ["| key | action | here |", "| --- | --- | --- |", *lines]
+
+
+def _is_alias(spec: KeySpec, key: str) -> bool:
+    return spec.action is Action.ALIAS and spec.note == key
 
 
 def sentence(spec: KeySpec) -> str:
@@ -33,8 +44,6 @@ def sentence(spec: KeySpec) -> str:
 
 
 def _sentence(spec: KeySpec) -> str:
-    if spec.action is Action.ALIAS:
-        return f"same as `{spec.note}`"
     if spec.action is Action.REFUSE and spec.kind is Kind.SWITCHED:
         return f"{spec.note} (taken unless something in it is enabled)"
     return spec.note

@@ -225,7 +225,8 @@ def expect_place(runtime: Runtime, place: torch.dtype | torch.Tensor | torch.dev
         if dtypes != {place}:
             have = ", ".join(sorted(map(str, dtypes)))
             raise StateError(
-                f"engine.to({place}): the parameters are {have}: the config's bf16 or fp16 block sets it"
+                f"engine.to({place}): the parameters are {have}: the configuration's bf16 or fp16 "
+                "block sets their dtype"
             )
         return
     asked = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)

@@ -186,8 +186,8 @@ class SpilledWeight(Weight):
             return self._file.read(self._kept_shape, self.dtype)
         if self._value is None:
             raise StateError(
-                f"{self.name}: its value has gone to the engine, or back to the parameter, since this was taken of "
-                "it: take it from the parameter again"
+                f"{self.name}: this tensor was taken before the model was offloaded, or before its parameter was "
+                "released, and has no value any more: take it from the parameter again"
             )
         return self._value
 
