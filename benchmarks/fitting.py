@@ -14,7 +14,7 @@ from llama_model import Llama, size_with
 
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model
+from offloadzero.engine.planned_model import ModelPlanner
 from offloadzero.errors import BudgetError
 from offloadzero.io.engine import AioEngine
 from offloadzero.planning.machine import available_host_bytes
@@ -63,8 +63,7 @@ def _fits(settings: dict[str, Any], num_parameters: int) -> bool:
         model = Llama(size_with(num_parameters))
     limits = settings["offloadzero"]["budgets"]
     try:
-        plan_model(
-            model,
+        ModelPlanner(model).plan(
             config,
             available={TierName(tier): num_bytes for tier, num_bytes in limits.items()},
             # Triton's form of the update takes less than that of torch.

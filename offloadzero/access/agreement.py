@@ -32,6 +32,7 @@ _ADVICE = (
 )
 _SAVES = "saves"  # the act of a rank that follows the first one, or ends what leads the others
 _ENDED, _FAILED = -1, -2  # in the place of a record's number, where the first rank reads no more
+_SAID = "what the ranks say"
 
 Read = Callable[[Record, ParamSlot, SegmentKind], object]
 
@@ -84,7 +85,7 @@ class Announcements:
                 if not self._has_departed:  # else the others know already
                     with suppress(RankError):  # then the collective in which the error came has told them
                         self._say(_SAVES, _FAILED)
-                        self._texts(f"{type(error).__name__}: {error}")
+                        self.channel.texts(f"{type(error).__name__}: {error}", _SAID)
                 raise
             self._say(_SAVES, _ENDED)
         finally:
@@ -96,7 +97,7 @@ class Announcements:
             if index == _ENDED:
                 return
             if index == _FAILED:
-                raise RankError(f"rank {self.channel.members[0]}: {self._texts('')[0]}")
+                raise RankError(f"rank {self.channel.members[0]}: {self.channel.texts('', _SAID)[0]}")
             record = self._records[index]
             self._follows = True
             try:
@@ -116,17 +117,10 @@ class Announcements:
         expected = [digest(_SAVES), 0, 0, 0, 0] if first[1] else first
         if any(other != expected for other in others):
             self._has_departed = True
-            texts = zip(self.channel.members, self._texts(act), strict=True)
+            texts = zip(self.channel.members, self.channel.texts(act, _SAID), strict=True)
             raise StateError(
                 f"{', '.join(f'rank {rank} {text}' for rank, text in texts)} (this is rank {self.channel.rank}): all "
                 "ranks must read the same weights and states in the same order, gather the same parameters, and save "
                 "together"
             )
         return first[2:]
-
-    def _texts(self, own: str) -> list[str]:
-        """The text of each rank, by rank: all of them call this."""
-        said, label = own.encode(), "what the ranks say"
-        longest = max(size for (size,) in self.channel.by_rank([len(said)], label))
-        by_rank = self.channel.by_rank([*said.ljust(longest, b"\0")], label)
-        return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in by_rank]

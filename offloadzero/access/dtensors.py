@@ -128,9 +128,8 @@ class LocalParameters:
         """
         self._forwards: list[_ShardedForward] = []
         self._local: dict[int, nn.Parameter] = {}  # by the id of the DTensor
-        self._originals: dict[
-            int, tuple[Any, Tensor]
-        ] = {}  # the DTensor and its memory, by the id of the local one
+        # The DTensor and its memory, by the id of the local one.
+        self._originals: dict[int, tuple[Any, Tensor]] = {}
         self._groups: list[tuple[MutableMapping[str, Any], Any]] = []  # with the parameters that scripts gave
         kind = dtensor_type()
         if kind is None:

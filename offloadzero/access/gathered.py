@@ -27,8 +27,7 @@ from offloadzero.access.weight_access import Units, WeightAccess, bits, expect_a
 from offloadzero.core.interrupts import uninterrupted_throughout
 from offloadzero.core.segments import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.memory.tickets import Failures
-from offloadzero.observe.clock import StepClock
+from offloadzero.memory.store import TieredStore
 from offloadzero.ranks.group import Group
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -55,16 +54,14 @@ class ScriptBlocks:
         group: Group,
         records: Sequence[Record],
         announcements: Announcements,
-        clock: StepClock,
-        failures: Failures,
+        store: TieredStore,
     ) -> None:
         """Make the first block possible. The ranks tell each other their acts by `announcements`."""
         self.weights = weights
         self._group = group
         self._records = records
         self._announcements = announcements
-        self._clock = clock
-        self._failures = failures
+        self._store = store
         self.open: list[GatheredBlock] = []  # in which the script is, the innermost last
         self._units = units
         # Of gathered parameters: the version when the script's memory and the home were last the same.
@@ -74,7 +71,7 @@ class ScriptBlocks:
         """Make a parameter an ordinary one with its exact values in `memory`, on the device, until `scatter`."""
         name = f"GatheredParameters of {slot.name} over the ranks"
         # The other ranks wait for this one until the block ends.
-        with nullcontext() if self._group.is_alone else self._failures.whole(name):
+        with nullcontext() if self._group.is_alone else self._store.failures.whole(name):
             memory.copy_(self.weights.value(record, slot, is_exact=True))
             self._units.gather(record.index, slot.index, memory)
 
@@ -135,7 +132,7 @@ class ScriptBlocks:
         num, first = len(block.places), block.places[0].slot.name
         label = f"GatheredParameters of {first}{f' and {num - 1} others' if num > 1 else ''}"
         text = f"{act} GatheredParameters of {num} parameters (modifier_rank={block.modifier_rank})"
-        with self._clock.waiting("state access"), self._failures.handed_over():
+        with self._store.clock.waiting("state access"), self._store.failures.handed_over():
             self._announcements.announce(text, label=label)
             if gathers:
                 self._expect_same_places(block, label)
@@ -171,13 +168,8 @@ class ScriptBlocks:
         """The ranks on which each of `flags` holds. All ranks call this with as many."""
         if not flags:
             return []
-        channel = self._group.states
-        with self._clock.waiting("state access"), self._failures.handed_over():
-            by_rank = channel.by_rank_unless_same([*map(int, flags)], "GatheredParameters")
-        if by_rank is None:
-            return [[*channel.members] if flag else [] for flag in flags]
-        columns = zip(*by_rank, strict=True)
-        return [[rank for rank, it in zip(channel.members, each, strict=True) if it] for each in columns]
+        with self._store.clock.waiting("state access"), self._store.failures.handed_over():
+            return self._group.states.ranks_where(flags, "GatheredParameters")
 
     def on_ranks(self, ranks: Sequence[int]) -> str:
         """Name these ranks in a message, where there are several."""
@@ -190,7 +182,7 @@ class ScriptBlocks:
         told = torch.empty(slot.num_elements, dtype=record.dtype, device="cpu")
         if self.is_modifier(modifier_rank):
             told.copy_(value.detach().reshape(-1))
-        with self._clock.waiting("state access"), self._failures.handed_over():
+        with self._store.clock.waiting("state access"), self._store.failures.handed_over():
             self._group.states.broadcast(told, f"{slot.name}: GatheredParameters", source=modifier_rank)
         return told.view(slot.shape)
 
@@ -249,12 +241,8 @@ class GatheredBlock:
         """Take the memory of all parameters, while nothing is lost where there is too little; or return the error."""
         device = self._blocks.weights.device
         try:
-            return [
-                torch.empty(slot.shape, dtype=record.dtype, device=device) for record, slot in places
-            ], None
-        except (
-            RuntimeError
-        ) as error:  # torch.OutOfMemoryError; without a class of its own from the CPU's allocator
+            return [torch.empty(slot.shape, dtype=rec.dtype, device=device) for rec, slot in places], None
+        except RuntimeError as error:  # torch.OutOfMemoryError; the CPU's allocator has none of its own
             return [], error
 
     def leave(self) -> list[str]:

@@ -107,12 +107,10 @@ class GradientTensor(RemoteTensor):
 
     @property
     def source(self) -> GradientValue:
-        """The object that has the value."""
         return self._source
 
     @property
     def data(self) -> Tensor:
-        """The same value, without a graph."""
         return self.detach()
 
     @data.setter

@@ -21,7 +21,6 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.memory.tiers import SAVE_PRIORITY, UPDATE_PRIORITY
-from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group, gather_parts
 from offloadzero.update.commits import Committed
 from offloadzero.update.flat_layout import ParamSlot
@@ -61,26 +60,18 @@ class HomeAccess:
         store: TieredStore,
         changes: Changes,
         *,
-        clock: StepClock,
         group: Group,
         announcements: Announcements,
     ) -> None:
         """Make the access. The ranks tell each other by `announcements` what they read."""
         self._store = store
         self._changes = changes
-        self._clock = clock
         self._group = group
         self._announcements = announcements
 
     def pinned(self, announcements: Announcements) -> PinnedHomes:
         """Return an access to records that are pinned; ranks tell by `announcements` what they read."""
-        return PinnedHomes(
-            self._store,
-            self._changes,
-            clock=self._clock,
-            group=self._group,
-            announcements=announcements,
-        )
+        return PinnedHomes(self._store, self._changes, group=self._group, announcements=announcements)
 
     def read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         """Read a parameter's part of a segment: a new flat host tensor of the segment's dtype.
@@ -91,7 +82,7 @@ class HomeAccess:
         self._changes.expect_no_late_write(record.index)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
         target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
-        with self._clock.waiting("state access"), self._store.failures.handed_over():
+        with self._store.clock.waiting("state access"), self._store.failures.handed_over():
             self._changes.update_ticket(record.index).wait()
             self.read_home(record, slot, segment, target)
         return target
@@ -112,7 +103,7 @@ class HomeAccess:
         what `read` raises.
         """
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
-        with self._clock.waiting("state access"):
+        with self._store.clock.waiting("state access"):
             with self._store.failures.handed_over():
                 self._changes.update_ticket(record.index).wait()
                 self._store.accelerator.computed().wait()  # may read any weights
@@ -160,7 +151,7 @@ class HomeAccess:
 
     def read_step(self, record: Record, slot: ParamSlot) -> int:
         """The number of updates that the parameter's states have seen, as soon as the last one has counted."""
-        with self._clock.waiting("state access"), self._store.failures.handed_over():
+        with self._store.clock.waiting("state access"), self._store.failures.handed_over():
             self._changes.update_ticket(record.index).wait()
         return slot.step
 

@@ -255,23 +255,12 @@ def tensors_over(storage: int) -> Iterator[list[Tensor]]:
     """Yield Python's ordinary tensors over a storage, which is given by its address, in lists: the youngest first.
 
     Most are views that a forward has just made, among the few thousand objects of the collector's young generations;
-    a look at all takes 20 ms. Objects set aside by `gc.freeze()` are not even among all: `show_frozen`.
+    a look at all takes 20 ms. Objects set aside by `gc.freeze()` are not even among all.
     """
     for generation in (0, 1, None):
         # An object of another class than torch.Tensor may lie about its class, or have no storage.
         tensors = [one for one in gc.get_objects(generation) if type(one) is Tensor]
         yield [one for one in tensors if _storage_of(one) == storage]
-
-
-def show_frozen() -> bool:
-    """Undo `gc.freeze()`; return whether there was something to undo.
-
-    Freezing saves the collector time, and forked children memory. To freeze again would also freeze present garbage.
-    """
-    if not gc.get_freeze_count():
-        return False
-    gc.unfreeze()
-    return True
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -59,7 +59,6 @@ class HostValue(RemoteValue):
 
     @property
     def version(self) -> tuple[int, ...] | None:
-        """That of the value."""
         return self._value.version
 
     @property

@@ -370,10 +370,10 @@ def _compute(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
     if between_ranks:
         values.expect_an_end(func)
     result = func(*real_args, **real_keywords)
-    if between_ranks and values.are_written:
+    if between_ranks and values.written:
         collectives.wait_for(func, result)
     values.write_back()
-    _freed.add(values.num_bytes)
+    _freed.add(sum(value.nbytes for value in values.read.values()))
     return map_leaves(values.given_for, result)
 
 
@@ -390,8 +390,8 @@ class _Values:
 
     def __init__(self, *, copy: bool) -> None:
         self._copy = copy
-        self._read: dict[int, Tensor] = {}  # by the id of the source
-        self._written: dict[int, tuple[RemoteValue, Tensor]] = {}
+        self.read: dict[int, Tensor] = {}  # those that are in memory, by the id of the source
+        self.written: dict[int, tuple[RemoteValue, Tensor]] = {}  # those that the operation writes
         self._given: list[tuple[Tensor, RemoteTensor]] = []  # the tensors that stand for written arguments
 
     def of(self, argument: Any, *, write: bool) -> Any:
@@ -407,33 +407,23 @@ class _Values:
         key = id(source)
         if write:
             remote._check_write()
-        if key not in self._read or (write and key not in self._written):
-            self._read[key] = source.read(to_write=write or self._copy)
+        if key not in self.read or (write and key not in self.written):
+            self.read[key] = source.read(to_write=write or self._copy)
         if write:
-            self._written[key] = (source, self._read[key])
-        value = remote._view_in(self._read[key])
+            self.written[key] = (source, self.read[key])
+        value = remote._view_in(self.read[key])
         if write:
             self._given.append((value, remote))
         return value
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the values."""
-        return sum(value.nbytes for value in self._read.values())
-
-    @property
-    def are_written(self) -> bool:
-        """Whether the operation writes any of them."""
-        return bool(self._written)
-
     def expect_an_end(self, func: TorchOp) -> None:
         """Raise StateError where the operation writes a value and its end cannot be waited for."""
-        for source, _ in self._written.values():
+        for source, _ in self.written.values():
             collectives.expect_an_end(func, source.name)
 
     def write_back(self) -> None:
         """Write back the values that the operation has changed."""
-        for source, value in self._written.values():
+        for source, value in self.written.values():
             source.write(value)
 
     def given_for(self, result: Any) -> Any:
@@ -441,7 +431,7 @@ class _Values:
         for value, remote in self._given:
             if value is result:  # the result of an in-place operation
                 return remote
-        if type(result) is Tensor and any(_shares_memory(result, value) for value in self._read.values()):
+        if type(result) is Tensor and any(_shares_memory(result, value) for value in self.read.values()):
             return result.clone()  # `_unsafe_view` and others that say they copy
         return result
 

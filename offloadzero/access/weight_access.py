@@ -260,19 +260,15 @@ class SlotWeight(Weight):
 
     @property
     def is_computed_with(self) -> bool:
-        """Whether a module of the model is in its forward, or in a backward on this thread."""
         return self._access.is_running
 
     def read(self, *, to_write: bool = False) -> torch.Tensor:
-        """Return the value on the device."""
         return self._access.value(self._record, self._slot, to_write=to_write)
 
     def read_to_host(self) -> torch.Tensor:
-        """Read the value from its home."""
         return self._access.host_value(self._record, self._slot)
 
     def write(self, value: torch.Tensor) -> None:
-        """Write a value to its home."""
         self._access.replace(self._record, self._slot, value)
 
     def count_write(self) -> None:

@@ -70,9 +70,8 @@ class _Kept(RemoteValue):
 
     def __init__(self, weight: Weight) -> None:
         super().__init__(weight.name, weight.shape, weight.dtype, weight.device)
-        self._tensor = weight.read(to_write=True).to(
-            "cpu"
-        )  # of a whole model there may be no room on the device
+        # Of a whole model there may be no room on the device.
+        self._tensor = weight.read(to_write=True).to("cpu")
         self._num_writes = 0
 
     @property
@@ -81,15 +80,12 @@ class _Kept(RemoteValue):
         return -1, self._num_writes
 
     def read(self, *, to_write: bool = False) -> Tensor:
-        """Return the value on the device."""
         return self._tensor.to(self.device, copy=to_write)
 
     def read_to_host(self) -> Tensor:
-        """Return a copy of the value."""
         return self._tensor.clone()
 
     def write(self, value: Tensor) -> None:
-        """Replace the value."""
         self._tensor = value.to("cpu")
         self._num_writes += 1
 
@@ -109,23 +105,18 @@ class Look(RemoteValue):
 
     @property
     def version(self) -> tuple[int, ...] | None:
-        """That of the value."""
         return self._value.version
 
     def read(self, *, to_write: bool = False) -> Tensor:
-        """Read the value."""
         return self._value.read(to_write=to_write)
 
     def read_to_host(self) -> Tensor:
-        """Read the value into host memory."""
         return self._value.read_to_host()
 
     def write(self, value: Tensor) -> None:
-        """Write the value."""
         self._value.write(value)
 
     def count_write(self) -> None:
-        """Tell autograd of a write."""
         self._value.count_write()
 
 
@@ -141,7 +132,6 @@ class Counted(Look):
     """The value for `detach()`: unlike writes through `data`, its are known to autograd."""
 
     def write(self, value: Tensor) -> None:
-        """Write the value."""
         super().write(value)
         self.count_write()
 
@@ -167,7 +157,6 @@ class Recorded(Look):
         return value.clone() if to_write else value
 
     def write(self, value: Tensor) -> None:
-        """Write the value."""
         super().write(value)
         self._recorded = self.version
 

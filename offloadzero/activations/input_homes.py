@@ -22,10 +22,9 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import Failures, Ticket
+from offloadzero.memory.tickets import Ticket
 from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, FileWay, Sender, Sent, Staging
-from offloadzero.observe.clock import StepClock
 from offloadzero.planning.checkpointed_inputs import INPUTS_AHEAD, NUM_INPUT_STAGING
 
 
@@ -71,9 +70,8 @@ class InputHomes:
         """Make the homes. `parts` divides inputs among ranks; None: this one keeps them whole."""
         self.space = space
         self.num_ahead = INPUTS_AHEAD[space.tier]  # calls whose inputs are fetched ahead
-        self.goes_by_order = (
-            parts is not None
-        )  # fetches follow from the order of the calls alone, and from no time
+        # Whether fetches follow from the order of the calls alone, and from no time.
+        self.goes_by_order = parts is not None
         self.sender = sender
         self.fetcher = fetcher
         self._parts = parts
@@ -115,9 +113,8 @@ class EndedCell:
 class EndedCells:
     """Cells whose graph is gone; their homes are free once their transfers are done."""
 
-    def __init__(self, *, clock: StepClock, failures: Failures) -> None:
-        self._clock = clock
-        self._failures = failures
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
         self._entries: deque[EndedCell] = deque()
 
     def note(self, entry: EndedCell) -> None:
@@ -129,7 +126,7 @@ class EndedCells:
         for _ in range(len(self._entries)):
             entry = self._entries.popleft()
             if wait and not entry.users.done():
-                with self._clock.waiting("activation copy"), self._failures.handed_over():
+                with self._store.clock.waiting("activation copy"), self._store.failures.handed_over():
                     entry.users.wait()
             if entry.users.done():
                 entry.copy.release()
@@ -288,9 +285,7 @@ class FileSpace:
                 self._memory.reserve.add(checksum_bytes(size), f"{label}: checksums")
             if self.files is None:
                 self.files = self._open(size)
-                for (
-                    buffer
-                ) in self._memory.buffers.values():  # nothing is read yet, so no buffer is added meanwhile
+                for buffer in self._memory.buffers.values():  # as nothing is read yet, none is added
                     self.register(buffer)
             else:
                 self.files.grow(offset + size)
@@ -341,19 +336,18 @@ class InputStaging(Staging):
     """Pinned buffers for one direction that grow to the sizes they are taken for."""
 
     def __init__(
-        self, space: FileSpace, memory: HostMemory, store: TieredStore, clock: StepClock | None
+        self, space: FileSpace, memory: HostMemory, store: TieredStore, *, counts_waits: bool
     ) -> None:
-        """Make the buffers. `clock` counts the waits for one, where those are the training's."""
+        """Make the buffers. `counts_waits`: those for one are the training's."""
         self._space = space
         self._memory = memory
-        self._failures = store.failures
-        self._clock = clock
+        self._store = store
+        self._counts_waits = counts_waits
         super().__init__(BufferPool((), failures=store.failures, poison=store.poison))
         for _ in range(NUM_INPUT_STAGING):
             self._pool.give_back(_no_buffer())
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:
-        """Take a buffer of at least `num_bytes`. Raises BudgetError."""
         self._space.expect_planned(num_bytes, label)
         buffer = self._pool.try_take()
         if buffer is None:
@@ -368,9 +362,9 @@ class InputStaging(Staging):
             raise
 
     def _wait_for_buffer(self) -> PooledBuffer:
-        if self._clock is None:
+        if not self._counts_waits:
             return self._pool.take()
-        with self._clock.waiting("activation write"), self._failures.handed_over():
+        with self._store.clock.waiting("activation write"), self._store.failures.handed_over():
             return self._pool.take()
 
     def _grown(self, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
@@ -406,7 +400,6 @@ def homes_on_file(
     ended: EndedCells,
     *,
     store: TieredStore,
-    clock: StepClock,
     reserve: Reserve,
     config: OffloadConfig,
     parts: InputParts | None,
@@ -424,7 +417,10 @@ def homes_on_file(
     sender = Sender(
         store,
         lane=store.accelerator.lane("activation-d2h", store.failures),
-        files=FileWay(Lane("activation-write", store.failures), InputStaging(space, memory, store, clock)),
+        files=FileWay(
+            Lane("activation-write", store.failures),
+            InputStaging(space, memory, store, counts_waits=True),
+        ),
     )
     fetcher = Fetcher(
         store,
@@ -432,7 +428,7 @@ def homes_on_file(
         # The call may allocate pinned memory: with CUDA that belongs on the device of the lanes.
         files=FileWay(
             store.accelerator.lane("activation-read", store.failures),
-            InputStaging(space, memory, store, None),
+            InputStaging(space, memory, store, counts_waits=False),
         ),
     )
     return InputHomes(space, sender=sender, fetcher=fetcher, parts=parts)

@@ -248,9 +248,8 @@ class PlannedFetchMemory:
         self._memory = planned.device
         self._slots = planned.device_slots()
         self._lent: list[_FetchBuffer] = []
-        self._spare: dict[
-            tuple[int, int], _FetchBuffer
-        ] = {}  # free ones by place, for inputs of the same size
+        # Free ones by place, for inputs of the same size.
+        self._spare: dict[tuple[int, int], _FetchBuffer] = {}
 
     def reserved(self) -> dict[TierName, int]:
         """Return nothing: all of it is in the plan."""

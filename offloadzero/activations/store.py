@@ -52,7 +52,6 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
-from offloadzero.observe.clock import StepClock
 from offloadzero.planning.checkpointed_inputs import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.machine import available_host_bytes
 from offloadzero.planning.memory_plan import MemoryPlan
@@ -135,16 +134,15 @@ class ActivationStore:
         *,
         fetched: GrowingFetchMemory | PlannedFetchMemory,
         store: TieredStore,
-        clock: StepClock,
     ) -> None:
         """Make the store. `home` None keeps the inputs on the device; other inputs come back into `fetched`."""
         self._home = home
         self._fetched = fetched
         self._ended = ended
+        self._store = store
         self._accelerator = store.accelerator
         self._failures = store.failures
         self._poison = store.poison
-        self._clock = clock
         self._lock = threading.RLock()
         self._next_number = 0
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
@@ -208,7 +206,7 @@ class ActivationStore:
                 if not copied.done():
                     if len(self._sending) < NUM_SENDING:
                         return
-                    with self._clock.waiting("activation copy"), self._failures.handed_over():
+                    with self._store.clock.waiting("activation copy"), self._failures.handed_over():
                         copied.order_compute(cell.stream)
                 cell.give_up_source()
             self._sending.popleft()
@@ -231,7 +229,7 @@ class ActivationStore:
             cell.state = CellState.AWAY
             with self._failures.handed_over():
                 if not cell.fetched.done():
-                    with self._clock.waiting("activation fetch"):
+                    with self._store.clock.waiting("activation fetch"):
                         order_compute_after(cell.fetched)
                 if cell.copy is not None:
                     cell.copy.expect_fetched()
@@ -284,7 +282,7 @@ class ActivationStore:
 
 
 def make_activation_store(
-    config: OffloadConfig, plan: MemoryPlan, store: TieredStore, *, clock: StepClock, group: Group
+    config: OffloadConfig, plan: MemoryPlan, store: TieredStore, *, group: Group
 ) -> ActivationStore:
     """Make the store of a configuration with activation checkpoints."""
     if config.activation_checkpoints is None:
@@ -293,7 +291,7 @@ def make_activation_store(
     parts = None  # where no other rank has the same inputs
     if group.activations is not None and group.activation_orders is not None:
         parts = InputParts(group.activations, group.activation_orders, store.accelerator)
-    ended = EndedCells(clock=clock, failures=store.failures)
+    ended = EndedCells(store)
     home: InputHomes | None = None
     if tier.is_device:
         if parts is not None:
@@ -313,13 +311,11 @@ def make_activation_store(
             nvme = Reserve(
                 TierName.NVME, budget=config.budgets.nvme, planned_bytes=plan.tier_bytes(TierName.NVME)
             )
-            home = homes_on_file(
-                memory, ended, store=store, clock=clock, reserve=nvme, config=config, parts=parts
-            )
+            home = homes_on_file(memory, ended, store=store, reserve=nvme, config=config, parts=parts)
     fetched: GrowingFetchMemory | PlannedFetchMemory = GrowingFetchMemory(store.accelerator)
     if planned is not None:
         fetched = PlannedFetchMemory(planned)
-    return ActivationStore(home, ended, fetched=fetched, store=store, clock=clock)
+    return ActivationStore(home, ended, fetched=fetched, store=store)
 
 
 def _planned_memory(plan: MemoryPlan, store: TieredStore) -> PlannedMemory | None:

@@ -10,7 +10,8 @@ Of several ranks the first one writes, and the others follow its reads ([Note: t
 each on a thread of its own, in the collectives of a durable run's commits. When these go on depends on all of them:
 after each step they ask each other whether the checkpoint is there.
 
-An error is raised, on all ranks, by the next call that saves or loads, and by close(); training goes on.
+An error is raised, on all ranks, by the next call that saves or loads, and by close(), which the end of the
+process calls, too; training goes on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class BackgroundSave:
         self._lane: Lane | None = None
         self._written: Ticket = FINISHED
         self._error: BaseException | None = None
+        runtime.on_close.append(self.finish)
 
     def is_running(self) -> bool:
         """Whether a checkpoint is being written, on any rank: all of them ask together."""

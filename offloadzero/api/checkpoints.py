@@ -66,9 +66,6 @@ class EngineCheckpoints:
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
         self._has_resumed = False
-        self._uncommitted: tuple[Meta, dict[str, Any]] | None = (
-            None  # of the last step that a save has passed over
-        )
         self.background = BackgroundSave(runtime)
         self._half_loaded: StateError | None = None  # the error of a load that left a mixture of states
 
@@ -113,6 +110,7 @@ class EngineCheckpoints:
     ) -> None:
         """Write a checkpoint as `Engine.save_checkpoint` says, and raise its errors."""
         self.expect_savable("save_checkpoint")
+        self.expect_resumed("save_checkpoint")
         self.background.finish()
         whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
@@ -185,6 +183,8 @@ class EngineCheckpoints:
             client_state=client_dict(client_state),
             global_steps=self._coordinator.global_steps,
             micro_steps=self._accumulation.num_micro_steps,
+            global_samples=self._accumulation.num_samples(self._coordinator.global_steps),
+            batch=self._accumulation.sizes_set,
             skipped_steps=self._coordinator.skipped_steps,
             loss_scale=self._dynamic_loss_scale(),
             lr_scheduler=lr_scheduler.state_dict() if scheduler is not None else None,
@@ -269,6 +269,8 @@ class EngineCheckpoints:
         with self._runtime.group.together("resume()"):
             groups = fit_param_groups(self._param_groups, found)
             try_schedule(lr_scheduler, found, skip="a durable run goes on with the schedule that it had")
+            if found.meta.batch is not None:
+                self._accumulation.set_sizes(*found.meta.batch, global_steps=0)
             self._go_on_from(found.meta)
             for group, saved in zip(self._param_groups, groups, strict=True):
                 group.update(saved)
@@ -373,7 +375,9 @@ class EngineCheckpoints:
 
     def _go_on_from(self, meta: Meta) -> None:
         """Set the counters. A step that was begun when they were saved begins anew: its gradients were not saved."""
-        self._accumulation.resume(meta.micro_steps)
+        self._accumulation.resume(
+            meta.micro_steps, global_steps=meta.global_steps, num_samples=meta.global_samples
+        )
         saved = None if self._dynamic_loss_scale() is None else meta.loss_scale
         scale = self._coordinator.loss_scale_state() if saved is None else asdict(saved)
         self._coordinator.restore(meta.global_steps, meta.skipped_steps, scale)

@@ -37,6 +37,7 @@ from offloadzero.memory.tiers import Extent, TwoPlaces
 from offloadzero.update.records import Record
 
 BUFFER_PREFIX = "buffer/"  # before a buffer's name, among the tensors in memory
+COMMITS = "offloadzero-durable-rank*/commit-*"  # of any rank: a pattern of `Path.glob`
 _NAME = re.compile(r"commit-(\d+)")
 _MAX_BYTES = 1 << 30
 

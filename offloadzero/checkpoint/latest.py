@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadzero.checkpoint.format.manifest import HashedFile, HashingPool, read_bytes, read_manifest
+from offloadzero.checkpoint.format.manifest import HashingPool, read_bytes, read_manifest, write_file
 from offloadzero.checkpoint.format.meta import PartOfModel, read_mark, read_meta
 from offloadzero.checkpoint.format.names import (
     IS_LATEST,
@@ -50,17 +50,12 @@ from offloadzero.checkpoint.partial import alone_in, new_file, not_ours
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
 from offloadzero.core.fail_points import through
 from offloadzero.errors import CheckpointError
-from offloadzero.memory.swap_file import sync_directory
 
 log = logging.getLogger("offloadzero.checkpoint")
 
 _MAX_LATEST_BYTES = 4096
-_NO_DIRECTORY = (
-    errno.ENOTDIR,
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.EACCES,
-)  # a file, a dangling link, another user's
+# A file, a dangling link, another user's.
+_NO_DIRECTORY = (errno.ENOTDIR, errno.ENOENT, errno.ELOOP, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -281,19 +276,8 @@ def point_latest_to(directory: Path, tag: str) -> None:
 
 def write_latest(directory: Path, tag: str) -> None:
     """Let the file `latest` name a checkpoint, and nothing else of the directory change."""
-    partial, lock = new_file(directory / LATEST)
-    try:
-        with HashingPool() as pool:
-            file = HashedFile(partial, pool, is_there=True)
-            file.write(tag.encode())
-            file.close()
-        partial.rename(directory / LATEST)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(lock)
-    sync_directory(directory)
+    with new_file(directory / LATEST) as partial, HashingPool() as pool:
+        write_file(partial, tag.encode(), pool, is_there=True)
 
 
 # --- parts of a model ---

@@ -7,12 +7,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from offloadzero.checkpoint.commits import StoredCommit
 from offloadzero.checkpoint.format.json_file import plain_scalar
 from offloadzero.checkpoint.format.meta import LossScaleState, Meta
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader
@@ -205,16 +205,7 @@ def _expect_optimizer(checkpoint: Checkpoint, states: States) -> None:
 # --- values that are no tensors ---
 
 
-class Described(Protocol):
-    """A checkpoint, or a commit of a durable run, by what is no tensor in it."""
-
-    @property
-    def path(self) -> Path:
-        """Its directory."""
-
-    @property
-    def meta(self) -> Meta:
-        """Its values."""
+Described = Checkpoint | StoredCommit  # either has a path and its values
 
 
 def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Described) -> list[dict[str, Any]]:

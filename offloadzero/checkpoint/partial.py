@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from offloadzero.checkpoint.format.manifest import read_manifest
 from offloadzero.checkpoint.format.meta import read_mark
@@ -80,9 +79,7 @@ class PartialCheckpoint:
     def __enter__(self) -> PartialCheckpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is not None:
                 _settle_replaced(self._replaced, self._directory / self.tag)
@@ -146,13 +143,25 @@ def _new_directory(directory: Path, tag: str) -> tuple[Path, int]:
             return path, lock
 
 
-def new_file(path: Path) -> tuple[Path, int]:
-    """Make a locked file beside `path`, to be renamed to it; the descriptor holds the lock while it is open."""
-    while True:
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A file to write, empty at first, which takes the name `path` at the block's end or, after an error, is removed.
+
+    Raises OSError.
+    """
+    lock = None
+    while lock is None:
         partial = path.parent / new_unfinished(path.name).name
         lock = _take_new(partial)
-        if lock is not None:
-            return partial, lock
+    try:
+        yield partial
+        partial.rename(path)
+        sync_directory(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(lock)
 
 
 def _take_new(path: Path) -> int | None:

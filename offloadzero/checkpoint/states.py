@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from offloadzero.access.weight_access import WeightAccess
-from offloadzero.checkpoint.format.manifest import FileEntry, HashedFile, HashingPool, encode_manifest
+from offloadzero.checkpoint.format.manifest import FileEntry, HashingPool, encode_manifest, write_file
 from offloadzero.checkpoint.format.meta import Meta, encode_meta
 from offloadzero.checkpoint.format.names import (
     BUFFERS,
@@ -108,10 +108,11 @@ def _expect_storable(states: States, *, exclude_frozen: bool, else_save: str) ->
         )
     frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
     expect_known_dtypes(frozen)
-    _expect_keepable(persistent_buffers(states.model))
+    expect_keepable(persistent_buffers(states.model))
 
 
-def _expect_keepable(tensors: Mapping[str, torch.Tensor]) -> None:
+def expect_keepable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError for a buffer, or another module's tensor, that a file cannot keep."""
     expect_dense(tensors)
     expect_known_dtypes([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
 
@@ -155,7 +156,7 @@ def begin_save(
     encode_meta(meta)
     expect_same_parameters(states, besides_frozen=exclude_frozen)
     _expect_clear_names(states, exclude_frozen=exclude_frozen)
-    _expect_keepable(extra.tensors)
+    expect_keepable(extra.tensors)
     _expect_storable(
         states, exclude_frozen=exclude_frozen, else_save="save_checkpoint(exclude_frozen_parameters=True)"
     )
@@ -229,7 +230,7 @@ def _begin_write(
         excluded = [
             slot.name for r in states.records for slot in r.slots if exclude_frozen and not slot.trainable
         ]
-        steps = _steps(states.records)
+        steps = {slot.name: slot.step for record in states.records for slot in record.trainable_slots}
         whole = replace(meta, steps=steps, excluded=excluded, saved_unix_ns=time.time_ns())
         kept = files.pop_all()
 
@@ -293,17 +294,7 @@ class CheckpointFiles:
                 writer.add(tensor.detach().to("cpu"))
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        file = HashedFile(self._path / name, self._pool)
-        try:
-            file.write(data)
-            self.files[name] = file.close()
-        except BaseException:
-            file.abandon()
-            raise
-
-
-def _steps(records: Sequence[Record]) -> dict[str, int]:
-    return {slot.name: slot.step for record in records for slot in record.trainable_slots}
+        self.files[name] = write_file(self._path / name, data, self._pool)
 
 
 def _slot_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
@@ -344,25 +335,20 @@ def _write_weights(states: States, path: Path) -> None:
     _make_directory(path.parent)
     with alone_in(path.parent):
         clear_leftovers(path.parent)
-        partial, lock = new_file(path)
     buffers = persistent_buffers(states.model)
     specs = [(slot.name, record.dtype, slot.shape) for record in states.records for slot in record.slots]
     specs += [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
-    try:
-        with HashingPool() as pool, _weights_writer(states.model, path, partial, specs, pool) as writer:
-            for record in states.records:
-                for slot in record.slots:
-                    writer.add(states.weights.read(record, slot))
-            for buffer in buffers.values():
-                writer.add(buffer.detach().to("cpu"))
-            writer.close()
-        partial.rename(path)
-        sync_directory(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(lock)
+    with (
+        new_file(path) as partial,
+        HashingPool() as pool,
+        _weights_writer(states.model, path, partial, specs, pool) as writer,
+    ):
+        for record in states.records:
+            for slot in record.slots:
+                writer.add(states.weights.read(record, slot))
+        for buffer in buffers.values():
+            writer.add(buffer.detach().to("cpu"))
+        writer.close()
 
 
 def _weights_writer(

@@ -89,9 +89,7 @@ class Checkpoint:
     weights: Mapping[str, StoredTensor] = field(default_factory=dict)
     states: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
-    extra_tensors: Mapping[str, StoredTensor] = field(
-        default_factory=dict
-    )  # the tensors of meta.extra_states
+    extra_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # those of meta.extra_states
 
     def identity(self) -> str:
         """A text that two checkpoints share only if they hold the same: their digests."""

@@ -143,12 +143,15 @@ def _read(source: Path, held: ExitStack) -> tuple[str, StoredModel]:
     """
     from offloadzero.checkpoint.commits import run_name
     from offloadzero.checkpoint.convert import deepspeed, durable_run, folder, stored_model
-    from offloadzero.checkpoint.format.names import LATEST, META
+    from offloadzero.checkpoint.format.names import COMMIT, LATEST, META
     from offloadzero.checkpoint.latest import expect_parts, find_checkpoint, open_found, read_latest
     from offloadzero.checkpoint.verify import open_checkpoint
 
     if not source.is_dir():
         raise ConfigError("SRC", str(source), "there is no such directory")
+    if (source / COMMIT).exists():
+        allowed = f"{source.parent.parent}, the directory of the run of which this is one commit: its states lie there"
+        raise ConfigError("SRC", str(source), allowed)
     if deepspeed.is_deepspeed(source):
         return "", deepspeed.read_deepspeed(source)
     if (source / LATEST).exists() and deepspeed.is_deepspeed(tagged := source / read_latest(source)):

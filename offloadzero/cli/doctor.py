@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from offloadzero.cli.output import check_output, print_lines, save_json
+from offloadzero.cli.output import check_output, show_result
 from offloadzero.planning.machine import (
     MEMORY_FILESYSTEMS,
     cgroup_cores,
@@ -62,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 0, or 1 if something hurts. Raises OffloadError."""
     from offloadzero.cli.bench.nvme import check_directories
 
-    if args.json != "-":
-        check_output("--json", args.json)
+    check_output("--json", args.json)
     check_directories(args.directories)
     facts = find_facts(args.directories, args.device, with_rates=args.measure)
     found = check(facts)
@@ -73,17 +71,11 @@ def run(args: argparse.Namespace) -> int:
         "findings": [asdict(one) for one in found],
         "facts": asdict(facts),
     }
-    if args.json == "-":
-        print_lines([json.dumps(result, indent=1, allow_nan=False)])
-    else:
-        print_lines(lines_of(facts, found))
-        if args.json:
-            save_json(args.json, result)
+    show_result(lines_of(facts, found), args.json, result)
     return HURTS if any(one.severity is Severity.HURTS for one in found) else 0
 
 
 def machine_lines(facts: Facts) -> list[str]:
-    """Return a line about the machine, and one about each directory."""
     lines = [
         f"{facts.device or 'the CPU'} as the device, {facts.usable_cores} cores with {facts.isa} kernels, "
         f"{facts.memory_bytes / 2**30:.1f} GiB of memory, file engine {facts.file_engine}"

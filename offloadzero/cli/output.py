@@ -60,11 +60,21 @@ def read_seconds(key: str, text: str, *, minimum: float) -> float:
 
 def check_output(key: str, path: str | None) -> None:
     """Raise ConfigError when a result could not be written there: now rather than after the measurement."""
-    if path is None:
+    if path is None or (key, path) == ("--json", "-"):
         return
     parent = Path(path).parent
     if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(key, path, "not a file that can be written")
+
+
+def show_result(lines: Iterable[str], json_path: str | None, result: Mapping[str, Any]) -> None:
+    """Print lines for people, and save all of it where `--json` names a file; with - that is printed in their place."""
+    if json_path == "-":
+        print_lines([json.dumps(result, indent=1, allow_nan=False)])
+        return
+    print_lines(lines)
+    if json_path:
+        save_json(json_path, result)
 
 
 def save_json(path: str, value: Mapping[str, Any]) -> None:
@@ -122,7 +132,6 @@ class Progress:
             self._line(f": {text}")
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
         print(text, file=sys.stderr, flush=True)
 
     def _line(self, tail: str) -> None:
@@ -143,7 +152,6 @@ class ProgressBar:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are done."""
         self._num_bytes += num_bytes
         every_s = self._DRAW_EVERY_S if self._is_terminal else _LINE_EVERY_S
         if time.monotonic() - self._last_s >= every_s:

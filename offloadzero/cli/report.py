@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -153,7 +154,6 @@ def _is_tier_line(line: object) -> bool:
 def page_data(
     directory: Path, description: Mapping[str, Any], steps: Steps, compared: Comparison | None
 ) -> dict[str, Any]:
-    """Return all data that the page shows."""
     records, num_unreadable, _ = steps
     traces, notes = read_traces(directory)
     if num_unreadable:
@@ -181,8 +181,6 @@ def page_data(
 
 
 class Steps(NamedTuple):
-    """What the file of the steps holds."""
-
     records: list[Record]  # in order of their steps
     num_unreadable: int  # lines that are no records
     is_cut: bool  # whether the last line has no end
@@ -314,12 +312,10 @@ def summary(records: Sequence[Record]) -> str:
     lanes = [str(r.get("bound_lane", "")) for r in shown]
     lane = max(set(lanes), key=lanes.count)
     total_s = sum(r["step_s"] for r in shown)
-    waits: dict[str, float] = {}
+    waits: Counter[str] = Counter()
     for record in shown:
-        for name, seconds in record["waits_s"].items():
-            waits[name] = waits.get(name, 0.0) + seconds
-    worst = sorted(waits.items(), key=lambda item: -item[1])[:3]
-    text = ", ".join(f"{name} {seconds / total_s:.1%}" for name, seconds in worst if total_s > 0)
+        waits.update(record["waits_s"])
+    text = ", ".join(f"{name} {s / total_s:.1%}" for name, s in waits.most_common(3) if total_s > 0)
     return (
         f"A step takes {duration_text(step_s)} (median); {lane} alone needs {efficiency:.1%} of that; "
         f"largest waits: {text or 'none'}."

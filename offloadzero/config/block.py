@@ -49,7 +49,7 @@ class Block:
         notices: list[str],
         warnings: list[str] | None = None,
     ) -> None:
-        self._path = path
+        self.path = path  # dotted; empty at the top level
         self._values: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         for key, entry in read_mapping(path or "the configuration", value).items():
@@ -95,16 +95,11 @@ class Block:
         notices.append(f"{dotted}: accepted, changes nothing: {spec.note}")
 
     def _dotted(self, key: str) -> str:
-        return f"{self._path}.{key}" if self._path else key
+        return f"{self.path}.{key}" if self.path else key
 
     def dotted(self, name: str) -> str:
         """The full path of a key as the user spelled it."""
         return self._dotted(self._written.get(name, name))
-
-    @property
-    def path(self) -> str:
-        """The dotted path of this object; empty at the top level."""
-        return self._path
 
     def written(self) -> dict[str, Any]:
         """The values as the user spelled their keys."""

@@ -107,7 +107,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         scheduler=_read_scheduler(top, reading.notices),
         zero_stage=zero.stage,
         world_size=world_size,
-        communication_dtype=_read_communication_dtype(top),
+        communication_dtype=top.read("communication_data_type", _read_dtype, None),
         zero_plus_plus=_read_zero_plus_plus(zero, world_size),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
@@ -155,25 +155,22 @@ def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
             bf16.dotted("enabled"), True, f"{fp16.dotted('enabled')} is true as well: choose one"
         )
     types = reading.sub_block(top, "data_types", "data_types")
-    accum = types.read("grad_accum_dtype", read_enum, None, allowed=_DTYPES)
     param_dtype = "fp16" if use_fp16 else "bf16" if use_bf16 else None
-    said = types.read("param_dtype", read_enum, None, allowed=_DTYPES)
-    if said is not None and _DTYPES[said] != (param_dtype or "fp32"):
+    if types.read("param_dtype", _read_dtype, None) not in (None, param_dtype or "fp32"):
         raise ConfigError(
             types.dotted("param_dtype"),
-            said,
+            types.raw("param_dtype"),
             f"contradicts fp16 and bf16, which say {param_dtype or 'neither'}",
         )
     return PrecisionConfig(
         param_dtype=param_dtype,
         loss_scale=loss_scale if use_fp16 else None,
-        grad_accum_dtype=_DTYPES[accum] if accum is not None else None,
+        grad_accum_dtype=types.read("grad_accum_dtype", _read_dtype, None),
     )
 
 
-def _read_communication_dtype(top: Block) -> str | None:
-    name = top.read("communication_data_type", read_enum, None, allowed=_DTYPES)
-    return None if name is None else _DTYPES[name]
+def _read_dtype(key: str, value: object) -> str:
+    return _DTYPES[read_enum(key, value, _DTYPES)]
 
 
 @dataclass(frozen=True)

@@ -89,15 +89,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Arguments of DeepSpeed's own and of torch.optim (2.13) that a script may carry over.
 KNOWN_OPTIMIZERS = (
-    *(
-        "Lamb",
-        "OneBitAdam",
-        "ZeroOneAdam",
-        "OneBitLamb",
-        "MuAdam",
-        "MuAdamW",
-        "MuSGD",
-    ),
+    *("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
     *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"),
     "SparseAdam",
 )
@@ -134,15 +126,10 @@ def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, wo
 
     Raises ConfigError where the train batch is not the product of the others and `world_size`.
     """
-    if train is None:
-        if micro is None:
-            return BatchConfig(
-                None, None, BatchConfig.gradient_accumulation_steps if steps is None else steps
-            )
+    if train is None or micro is None:
         steps = BatchConfig.gradient_accumulation_steps if steps is None else steps
-        return BatchConfig(micro * steps * world_size, micro, steps)
-    if micro is None:
-        steps = BatchConfig.gradient_accumulation_steps if steps is None else steps
+        if train is None:
+            return BatchConfig(None if micro is None else micro * steps * world_size, micro, steps)
         micro = _divide(
             train,
             by=steps * world_size,

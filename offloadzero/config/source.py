@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ class _Copier:
 
     def copy_object(self, key: str, source: Mapping[Any, Any] | Pairs, *, depth: int) -> dict[str, Any]:
         copied: dict[str, Any] = {}
-        for name, value in self._members(source):
+        for name, value in source if isinstance(source, Pairs) else source.items():
             if not isinstance(name, str):
                 raise ConfigError(key or "the configuration", name, "keys must be text")
             dotted = f"{key}.{name}" if key else name
@@ -151,10 +151,6 @@ class _Copier:
                 )
             copied[name] = entry
         return copied
-
-    @staticmethod
-    def _members(source: Mapping[Any, Any] | Pairs) -> Iterable[tuple[Any, Any]]:
-        return source if isinstance(source, Pairs) else source.items()
 
     def _copy(self, key: str, value: Any, *, depth: int) -> Any:
         self._num_values += 1

@@ -75,9 +75,8 @@ class ScriptLoop:
     # True: gradients stay until they are dropped, unless the update runs in backward. This is torch's loop, which does
     # not call the engine's `step()` after each micro batch.
     keeps_after_step: bool
-    may_not_train: Sequence[
-        ParamSlot
-    ]  # frozen when the model was offloaded, and its to train when they are not
+    # Frozen when the model was offloaded, and its to train when they are not.
+    may_not_train: Sequence[ParamSlot]
 
 
 # --- the model, cut and planned ---
@@ -221,6 +220,7 @@ def open_store(
     accelerator: Accelerator,
     *,
     failures: Failures,
+    clock: StepClock,
     kept: KeptFile | None = None,
 ) -> TieredStore:
     """Take the memory of all tiers, apart from that of activation checkpoints; make the directories of all files.
@@ -246,6 +246,7 @@ def open_store(
         nvme_paths=config.nvme_paths,
         aio=config.aio,
         failures=failures,
+        clock=clock,
         poison=config.poison_released_leases,
         kept=kept,
     )
@@ -295,13 +296,12 @@ class Parts:
         plan: MemoryPlan,
         store: TieredStore,
         *,
-        clock: StepClock,
         group: Group,
         loop: ScriptLoop,
         resources: Resources,
     ) -> None:
         """Build all of them."""
-        self._config, self._plan, self._store, self._clock, self._group = config, plan, store, clock, group
+        self._config, self._plan, self._store, self._group = config, plan, store, group
         failures = store.failures
         if config.pin_memory:
             store.pin()
@@ -327,7 +327,7 @@ class Parts:
             loss_scale=policy.loss_scale,
         )
         self.announcements = Announcements(group.states, records)
-        homes = HomeAccess(store, changes, clock=clock, group=group, announcements=self.announcements)
+        homes = HomeAccess(store, changes, group=group, announcements=self.announcements)
         self.weights = WeightAccess(store, homes, changes, executor, is_coded=coded.is_coded)
         self.blocks = ScriptBlocks(
             self.weights,
@@ -335,8 +335,7 @@ class Parts:
             group=group,
             records=records,
             announcements=self.announcements,
-            clock=clock,
-            failures=failures,
+            store=store,
         )
         gradients = WindowGradients(records)
         access = GradientAccess(
@@ -344,7 +343,6 @@ class Parts:
             homes,
             group=group,
             announcements=self.announcements,
-            clock=clock,
             num_threads=num_threads,
             gradients=gradients,
             previous_update=changes.update_ticket,
@@ -377,7 +375,7 @@ class Parts:
             decider=decider,
             pipeline=self.pipeline,
             failures=failures,
-            clock=clock,
+            clock=store.clock,
             publishing=store.accelerator.lane("new-weights", failures) if keeps_whole else None,
             accumulation=self.accumulation,
             current_hypers=loop.current_hypers,
@@ -387,9 +385,7 @@ class Parts:
     @uninterrupted  # a file that is made is one that is closed
     def _make_activations(self, resources: Resources) -> ActivationStore:
         return resources.make(
-            lambda: make_activation_store(
-                self._config, self._plan, self._store, clock=self._clock, group=self._group
-            )
+            lambda: make_activation_store(self._config, self._plan, self._store, group=self._group)
         )
 
     def _make_executor(self, records: Sequence[Record], coded: CodedGather) -> Executor:
@@ -412,7 +408,6 @@ class Parts:
             staging=self._host_pool(
                 "parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes, for_files=True
             ),
-            clock=self._clock,
             group=group,
             gather=UnitGather(group, store.accelerator, coded=coded, near=near),
         )
@@ -447,7 +442,6 @@ class Parts:
             self._store,
             device_leases=self._pool(shared),
             own_leases={index: self._pool([lease]) for index, lease in own.items()},
-            clock=self._clock,
             previous_update=self.changes.update_ticket,
             updates_in_backward=plan.update_in_backward,
         )
@@ -461,7 +455,6 @@ class Parts:
             ),
             staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
             norm_scratch=self._device_memory("norm scratch", plan.norm_scratch_bytes),
-            clock=self._clock,
             num_threads=num_threads,
             cores=cores,
             reduction=Reduction(

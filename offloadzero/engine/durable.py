@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from offloadzero.checkpoint.commits import (
     BUFFER_PREFIX,
+    COMMITS,
     RunDirectory,
     StoredCommit,
     expect_same_layout,
@@ -23,12 +25,8 @@ from offloadzero.checkpoint.commits import (
 )
 from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.checkpoint.format.safetensors_file import TensorSpec
-from offloadzero.checkpoint.module_states import (
-    expect_dense,
-    persistent_buffers,
-    read_extra_states,
-    write_buffer,
-)
+from offloadzero.checkpoint.module_states import persistent_buffers, read_extra_states, write_buffer
+from offloadzero.checkpoint.states import expect_keepable
 from offloadzero.config import OffloadConfig, PlacementConfig, PlacementRule, create_nvme_directories
 from offloadzero.core.segments import SegmentKind, TierName
 from offloadzero.engine.lifetime import Resources
@@ -61,7 +59,7 @@ class OpenRun:
         """The swap file that is to stay; None where the run is not durable."""
         if self.directory is None:
             return None
-        file_bytes = () if self.found is None else self.found.file_bytes
+        file_bytes = None if self.found is None else self.found.file_bytes
         return KeptFile(f"{run_name(self.group.spec.rank)}.bin", file_bytes)
 
     def begin(self, model: nn.Module, records: Sequence[Record], store: TieredStore) -> DurableRun | None:
@@ -78,7 +76,7 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
     """Find the last commit that all ranks have, or none: nothing is there yet. All ranks call this.
 
     Raises ConfigError for what durable runs are not built for, and where another process has the directory;
-    CheckpointError where commits are damaged, or some ranks have none.
+    CheckpointError where commits are damaged, some ranks have none, or those of other ranks lie there.
     """
     if not config.durable:
         return OpenRun(config, group)
@@ -90,7 +88,10 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
         told = [*directory.numbers()[:_NUM_TOLD], *[0] * _NUM_TOLD][:_NUM_TOLD]
     by_rank = group.control.by_rank(told, "the commits that ranks have")
     of_all = set.intersection(*map(set, by_rank)) - {0}
-    if not of_all and any(map(any, by_rank)):
+    if not any(map(any, by_rank)):
+        with group.together(_START):
+            _expect_no_commits(path.parent)
+    elif not of_all:
         # The end has come with the first commit, which some ranks have made and others not?
         with group.together(_START):
             own_size = directory.read(max(told)).layout["world_size"] if any(told) else 0
@@ -119,6 +120,17 @@ def open_run(config: OffloadConfig, group: Group, model: nn.Module, resources: R
     return OpenRun(config if found is None else _with_homes_of(config, found), group, directory, found)
 
 
+def _expect_no_commits(directory: Path) -> None:
+    """Raise CheckpointError where a run lies in a directory of nvme_path in which no rank has found its own commits."""
+    names = sorted({path.parent.name for path in directory.glob(COMMITS)})
+    if names:
+        raise CheckpointError(
+            f"{directory}: of the commits that lie there ({', '.join(names[:3])}) none is of a rank that is here now: "
+            "start the ranks on the machines on which they were. To begin anew remove "
+            f"{directory / names[0].rstrip('0123456789')}* on all of them"
+        )
+
+
 def _expect_committable(config: OffloadConfig, model: nn.Module) -> None:
     if config.mesh is not None:
         raise ConfigError(
@@ -128,7 +140,7 @@ def _expect_committable(config: OffloadConfig, model: nn.Module) -> None:
         raise ConfigError(
             "offloadzero.durable", True, "not supported for modules with a get_extra_state() of their own"
         )
-    expect_dense(persistent_buffers(model))
+    expect_keepable(persistent_buffers(model))
 
 
 def _with_homes_of(config: OffloadConfig, found: StoredCommit) -> OffloadConfig:
@@ -194,6 +206,8 @@ class DurableRun:
         """Have the first values written into the places that are not those of the commit which is found."""
         if self.found is None:
             return
+        if self._store.nvme is not None:
+            self._store.nvme.grow(self._store.nvme.num_bytes)
         # A newer one is not of all ranks, and would not be whole for long.
         self._directory.keep_only(self._number)
         for file in self._files:

@@ -139,11 +139,8 @@ def _measured(config: OffloadConfig, device: Device, num_local_ranks: int) -> Ha
     try:
         identity = describe(device, config.nvme_paths)
         found = kept_hardware(identity) if num_local_ranks == 1 else kept_share(identity, num_local_ranks)
-    except (
-        ConfigError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a damaged file, a home that cannot be read or is not there
+    # A damaged file, a home that cannot be read or is not there.
+    except (ConfigError, OSError, RuntimeError) as error:
         raise NoForecastError(f"what was measured of this machine is not used: {error}") from error
     if found is None:
         raise NoForecastError(

@@ -228,9 +228,8 @@ def agree_on_buffers(group: Group, model: nn.Module) -> None:
         return
     _expect_same_buffers(group, model)
     places = [(module, name) for module in model.modules() for name in module._buffers]
-    done: dict[
-        int, torch.Tensor
-    ] = {}  # the replacement of a buffer, by its id: several modules may share one
+    # The replacement of a buffer, by its id: several modules may share one.
+    done: dict[int, torch.Tensor] = {}
     for module, name in places:
         buffer = module._buffers[name]
         if buffer is None or buffer.device.type == "meta":

@@ -18,19 +18,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from offloadzero.core.interrupts import is_interrupt
 from offloadzero.errors import StateError
-from offloadzero.memory.tickets import Failures, Latch
-
-
-class Closable(Protocol):
-    """Holds something of the machine until it is closed."""
-
-    def close(self) -> None:
-        """Give it back."""
-
+from offloadzero.memory.tickets import Closable, Failures, Latch
 
 Part = TypeVar("Part", bound=Closable)
 
@@ -54,6 +46,7 @@ class Resources:
         self._pid = os.getpid()
         self._parts: list[Callable[[], None]] = []
         self._closed = Latch()
+        self._is_left = False  # it was collected, and no thread closes it
         self._collected = Latch()  # set when the closing thread no longer holds anything of the engine
         self._finalizer: weakref.finalize[..., object] | None = None
 
@@ -144,8 +137,11 @@ class Resources:
             self.failures.raise_unseen()  # to sys.unraisablehook, as below
         else:
             _closing.add(self)
-            # Not threading.Thread, whose start takes locks that the thread which is collecting here may hold.
-            _thread.start_new_thread(self._close_collected, ())
+            try:
+                # Not threading.Thread, whose start takes locks that the thread which is collecting here may hold.
+                _thread.start_new_thread(self._close_collected, ())
+            except RuntimeError:  # Python 3.12 starts none when it ends: `wait_for_collected` does it
+                self._is_left = True
 
     def _close_collected(self) -> None:
         unseen = self.failures.unseen()
@@ -165,6 +161,8 @@ class Resources:
 
     def wait_collected(self) -> None:
         """Block until the engine is closed, and all that it held is given back."""
+        if self._is_left:
+            self._close_collected()
         self._collected.wait()
 
 

@@ -92,30 +92,6 @@ class PlannedModel:
         return sum(slot.num_elements for record in self.records for slot in record.trainable_slots)
 
 
-def plan_model(
-    model: nn.Module,
-    config: OffloadConfig,
-    *,
-    loop: Loop = Loop.INITIALIZE,
-    available: Mapping[TierName, int],
-    form: UpdateForm = UpdateForm.NATIVE,
-    hardware: Hardware | None = None,
-) -> PlannedModel:
-    """Plan the memory that the engine reserves for `model`, whose parameters that require gradients are all trained.
-
-    The engines of `config.world_size` ranks reserve the same: their shards have one size.
-
-    Args:
-        available: bytes by tier for `"placement": "auto"`; of a device whose memory is the host's there is no entry.
-        form: the form of the updates on the device.
-        hardware: the measured machine, for "auto" by time; None: it goes by bytes.
-
-    Raises:
-        ConfigError, BudgetError: those of the engine.
-    """
-    return ModelPlanner(model).plan(config, loop=loop, available=available, form=form, hardware=hardware)
-
-
 class ModelPlanner:
     """Plans one model for many configurations, and cuts it once for those that cut it alike.
 
@@ -141,7 +117,18 @@ class ModelPlanner:
         form: UpdateForm = UpdateForm.NATIVE,
         hardware: Hardware | None = None,
     ) -> PlannedModel:
-        """Do what `plan_model` does, and raise its errors."""
+        """Plan the memory that the engine reserves for the model; its parameters that require gradients are trained.
+
+        The engines of `config.world_size` ranks reserve the same: their shards have one size.
+
+        Args:
+            available: bytes by tier for `"placement": "auto"`; none of a device whose memory is the host's.
+            form: the form of the updates on the device.
+            hardware: the measured machine, for "auto" by time; None: it goes by bytes.
+
+        Raises:
+            ConfigError, BudgetError: those of the engine.
+        """
         config = settle_partition(settle(config, loop))
         if config.world_size > 1:
             expect_built(config)

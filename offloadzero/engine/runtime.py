@@ -123,6 +123,9 @@ class Runtime:
         find_sources(self.records, config, self.group)
         self._original = OriginalForm(self.records)
         self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
+        self.on_close: list[
+            Callable[[], None]
+        ] = []  # called at the end of close(), and may raise what nobody was told
         self._is_restored = False
         self.hooks: ModelHooks | None = None
         checkpointed = checkpointed_modules(model, cut, config)
@@ -154,6 +157,7 @@ class Runtime:
                 self.plan,
                 self.accelerator,
                 failures=self.failures,
+                clock=self.clock,
                 kept=self._open.kept_file,
             )
         )
@@ -179,7 +183,6 @@ class Runtime:
             self.config,
             self.plan,
             self.store,
-            clock=self.clock,
             group=self.group,
             loop=loop,
             resources=self.resources,
@@ -370,6 +373,8 @@ class Runtime:
             self._close()
         self.resources.forget_owner()
         self.failures.raise_unseen()
+        for call in self.on_close:
+            call()
 
     def _close(self) -> None:
         lost = self._lost_to_another()
@@ -377,9 +382,7 @@ class Runtime:
             if self.failures.first is None and lost is None:
                 self.changes.wait_updates()
                 for value in list(self.weights.in_state_dicts):
-                    with suppress(
-                        StateError
-                    ):  # between backward and its step, say: then it has no value any more
+                    with suppress(StateError):  # between backward and its step, say, it has no value any more
                         value.keep()
                 self.clock.settle(wait=True)
             elif lost is not None and _script_error() is None and not self.changes.is_updated():

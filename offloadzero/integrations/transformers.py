@@ -24,11 +24,25 @@ log = logging.getLogger("offloadzero")
 _STATES = "offloadzero"  # the folder of the states in a checkpoint of the Trainer
 
 
-def _remove_older(folder: Path) -> None:
-    """Of a model in one file and one in shards, keep the one that was written last; loading takes the one file."""
-    found = [folder / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
-    if all(path.exists() for path in found):
-        min(found, key=lambda path: path.stat().st_mtime_ns).unlink()
+def _models_in(folder: Path) -> dict[Path, tuple[int, ...]]:
+    """The model in one file and the one in shards, as far as they are there, and what changes when one is written."""
+    found = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.exists()]
+    return {
+        path: (status.st_ino, status.st_size, status.st_mtime_ns)
+        for path in found
+        for status in [path.stat()]
+    }
+
+
+def _remove_older(before: dict[Path, tuple[int, ...]], folder: Path) -> None:
+    """Where a save has written the other one of the two, remove the one of before: loading takes the one file.
+
+    Which is newer their times do not say: a clock may have been put back, or be another machine's.
+    """
+    now = _models_in(folder)
+    kept = [path for path, status in now.items() if before.get(path) == status]
+    if len(now) > len(kept) == 1:
+        kept[0].unlink()
 
 
 class CollectiveSaving:
@@ -131,12 +145,14 @@ class CollectiveSaving:
             return
         in_files = partial(model.save_pretrained, max_shard_size=self.max_shard_size)
         vars(model)["save_pretrained"] = in_files  # which the Trainer calls without a size
+        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
+        before = _models_in(folder) if self.args.should_save else {}  # type: ignore[attr-defined]
         try:
             optimizer.runtime.read_by_first(save)
         finally:
             del vars(model)["save_pretrained"]
         if self.args.should_save:  # type: ignore[attr-defined]
-            _remove_older(Path(output_dir or self.args.output_dir))  # type: ignore[attr-defined]
+            _remove_older(before, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self._offloaded()

@@ -17,13 +17,13 @@ import os
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiofiles
 
 from offloadzero.core.constants import MAX_AIOFILES_THREADS
+from offloadzero.core.thread_pool import CallerRunsThreadPool
 from offloadzero.io.backends import EngineOptions, FaultKind
 
 _MAX_STALLS = 16
@@ -166,7 +166,7 @@ class AiofilesEngine:
         self._block_size = options.block_size
         self._timeout_s = options.transfer_timeout_s
         num_threads = min(options.queue_depth, MAX_AIOFILES_THREADS)
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offloadzero-aiofiles")
+        self._executor = CallerRunsThreadPool(num_threads, thread_name_prefix="offloadzero-aiofiles")
         self._faults = _Faults()
         self._stats = dict.fromkeys(_STAT_NAMES, 0)
         self._finished_tokens: list[int] = []
@@ -280,9 +280,7 @@ class AiofilesEngine:
 
     async def _close_file(self, file: AiofilesFile) -> None:
         self._files.discard(file)
-        # RuntimeError: an ending interpreter starts no more work in threads; its end closes the file.
-        with contextlib.suppress(RuntimeError):
-            await file.handle.close()
+        await file.handle.close()
 
     def _start(self, operation: AiofilesOperation) -> None:
         operation.file.num_users += 1

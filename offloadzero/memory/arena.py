@@ -122,31 +122,16 @@ class Holes:
 
         `from_end`: it is the last part of the last range that is large enough.
         """
-        if from_end:
-            return self._take_from_end(num_bytes)
-        best: tuple[int, int] | None = None
-        for offset, size in self._ranges:
-            if size >= num_bytes and (best is None or (size, offset) < best):
-                best = size, offset
-        if best is None:
+        large = [(size, offset) for offset, size in self._ranges if size >= num_bytes]
+        if not large:
             return None
-        size, offset = best
+        size, offset = max(large, key=lambda hole: hole[1]) if from_end else min(large)
+        rest = size - num_bytes
         self._ranges.remove((offset, size))
-        if size > num_bytes:
-            self._ranges.append((offset + num_bytes, size - num_bytes))
+        if rest:
+            self._ranges.append((offset if from_end else offset + num_bytes, rest))
         self.num_bytes -= num_bytes
-        return offset
-
-    def _take_from_end(self, num_bytes: int) -> int | None:
-        found = max((hole for hole in self._ranges if hole[1] >= num_bytes), default=None)
-        if found is None:
-            return None
-        offset, size = found
-        self._ranges.remove(found)
-        if size > num_bytes:
-            self._ranges.append((offset, size - num_bytes))
-        self.num_bytes -= num_bytes
-        return offset + size - num_bytes
+        return offset + rest if from_end else offset
 
     def give(self, offset: int, num_bytes: int) -> None:
         """Add a range to the free ones."""

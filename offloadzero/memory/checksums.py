@@ -295,7 +295,6 @@ class CheckedRead:
             raise self._error
 
     def done(self) -> bool:
-        """Whether the bytes are there."""
         return self._ticket.done() and all(entry.ticket.done() for entry in self._again)
 
 

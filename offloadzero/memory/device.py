@@ -153,11 +153,9 @@ class StreamDevice(Device):
         return str(self.torch_device)
 
     def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
-        """Make a stream of torch's."""
         return cast("Stream", torch.Stream(self.torch_device))
 
     def current_stream(self) -> Stream | None:
-        """Return torch's current stream of this device."""
         return cast("Stream", torch.accelerator.current_stream(self.torch_device))
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -165,7 +163,6 @@ class StreamDevice(Device):
         return cast("torch.Stream", stream)
 
     def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
-        """Record an event of torch's."""
         event = cast("torch.Event | None", again) or torch.Event(self.torch_device, enable_timing=timed)
         event.record(cast("torch.Stream", stream))
         return event
@@ -192,7 +189,6 @@ class StreamDevice(Device):
         target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Block until all streams of the device are idle."""
         torch.accelerator.synchronize(self.torch_device)
 
     def free_bytes(self) -> int | None:
@@ -204,12 +200,10 @@ class StreamDevice(Device):
         return int(free)
 
     def random_state(self) -> torch.Tensor | None:
-        """The state of the device's default generator."""
         state: torch.Tensor = torch.get_device_module(self.torch_device).get_rng_state(self.torch_device)
         return state
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Set the device's default generator."""
         torch.get_device_module(self.torch_device).set_rng_state(state, self.torch_device)
 
 
@@ -221,11 +215,9 @@ class CudaDevice(StreamDevice):
         return torch.cuda.get_device_name(self.torch_device)
 
     def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
-        """Make a stream from torch's pool."""
         return cast("Stream", torch.cuda.Stream(self.torch_device))
 
     def current_stream(self) -> Stream | None:
-        """Return torch's current stream of this device."""
         return cast("Stream", torch.cuda.current_stream(self.torch_device))
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:

@@ -93,7 +93,6 @@ class LaneTicket:
                 note_awaited(self._event)
 
     def done(self) -> bool:
-        """Whether the transfer is complete."""
         if not self._launched.is_set:
             return False
         return self._error is not None or self._event is None or self._event.query()

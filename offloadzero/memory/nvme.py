@@ -154,7 +154,8 @@ class NvmeTier(Tier):
     `waiting`: bytes by drive (`st_dev`) that will be free when the parameters that wait there have come home. As many
     bytes are reserved only then, by `reserve`: [Note: the gap]. Fresh extents read as zeros.
 
-    `kept`: the file in each of the directories has that name, and stays: [Note: durable runs] in update/commits.py.
+    `kept`: the file in each of the directories has that name, and stays: [Note: durable runs] in update/commits.py. One
+    that is found keeps its size until `grow` is called, when it is known to be of this run.
 
     Raises BudgetError when a filesystem has no room, AioError for other failures.
     """
@@ -191,12 +192,13 @@ class NvmeTier(Tier):
         try:
             for directory in directories:
                 remove_stale_files(directory)
-            least = () if kept is None else kept.file_bytes
-            for directory, least_bytes in zip(directories, least or [0] * len(directories), strict=True):
+            found = None if kept is None else kept.file_bytes
+            for directory, least_bytes in zip(directories, found or [0] * len(directories), strict=True):
                 self._files.append(_BackingFile(self.engine, directory, kept, least_bytes=least_bytes))
                 if kept is None:
                     self._doomed.append(DoomedFile(self._files[-1].path))
-            self._preallocate(waiting)
+            if found is None:
+                self._preallocate(waiting)
             if self._checksums is not None and kept is not None:
                 self._checksums.forget(0, self.num_bytes)  # what is there has none
         except BaseException:
@@ -413,14 +415,12 @@ class _ReadInPlace:
         self._check = partial(place.file.expect_unchanged, label, place.offset, num_bytes)
 
     def wait(self) -> None:
-        """Block until the bytes are there."""
         try:
             self._ticket.wait()
         finally:  # of a file that was cut short the read has failed
             self._check()
 
     def done(self) -> bool:
-        """Whether the bytes are there."""
         return self._ticket.done()
 
 

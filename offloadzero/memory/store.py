@@ -23,7 +23,6 @@ from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.memory.tiers import (
     UPDATE_PRIORITY,
     DeviceTier,
-    Extent,
     Home,
     HostTier,
     InParts,
@@ -31,6 +30,7 @@ from offloadzero.memory.tiers import (
     Tier,
     TwoPlaces,
 )
+from offloadzero.observe.clock import StepClock
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,9 +67,8 @@ class StoreSizes:
     host: int
     nvme: int
     waiting: Mapping[int, int] = field(default_factory=dict)  # on nvme's drives, by `st_dev`: see `NvmeTier`
-    most_nvme: int | None = (
-        None  # to which nvme may grow when weights in place are written; None: what the drives have
-    )
+    # To which nvme may grow when weights in place are written; None: what the drives have.
+    most_nvme: int | None = None
 
 
 class HomePart(NamedTuple):
@@ -95,12 +94,14 @@ class TieredStore:
         nvme_paths: Sequence[Path],
         aio: AioConfig,
         failures: Failures,
+        clock: StepClock | None = None,
         poison: bool = False,
         kept: KeptFile | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.failures = failures
         self.timeline = accelerator.timeline
+        self.clock = clock or StepClock(self.timeline)  # counts the waits of all parts of an engine
         self.poison = poison
         self._pinned = False
         self.is_closed = False
@@ -166,11 +167,9 @@ class TieredStore:
         if isinstance(backing, InPlaceTier):
             place = InParts([backing.add(*part, dtype=dtype) for part in parts])
         else:
-            place = backing.allocate(dtype, num_elements, label)
-            if versions and isinstance(place, torch.Tensor | Extent):
-                second = backing.allocate(dtype, num_elements, label)
-                if isinstance(second, torch.Tensor | Extent):
-                    place = TwoPlaces(place, next=second)
+            place = first = backing.allocate(dtype, num_elements, label)
+            if versions:
+                place = TwoPlaces(first, next=backing.allocate(dtype, num_elements, label))
         return Segment(
             record=record,
             kind=kind,

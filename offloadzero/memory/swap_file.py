@@ -73,7 +73,7 @@ class KeptFile:
     """A swap file that stays when its process ends."""
 
     name: str
-    file_bytes: Sequence[int] = ()  # its least size in each directory; none: it begins anew
+    file_bytes: Sequence[int] | None = None  # its least size in each directory; None: it begins anew
 
 
 class KeptMark(NamedTuple):
@@ -103,10 +103,7 @@ class DirectoryLock:
         """Take the lock. Raises ConfigError where another process has it, AioError."""
         self.descriptor = -1
         try:
-            directory.mkdir(exist_ok=True)
-            sync_directory(directory.parent)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self.descriptor = os.open(directory / ".lock", flags, _MODE)
+            self.descriptor = _open_lock(directory)
             _open_files.add(self)
             _lock_kept(self.descriptor, directory)
         except BaseException as error:
@@ -123,6 +120,18 @@ class DirectoryLock:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _open_lock(directory: Path) -> int:
+    path, flags = directory / ".lock", os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+        return os.open(path, flags | os.O_RDWR | os.O_CREAT, _MODE)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, flags | os.O_RDONLY)  # what a drive that fails has is read still
 
 
 def _lock_kept(descriptor: int, path: Path) -> None:
@@ -375,13 +384,9 @@ def _take(descriptor: int, path: Path) -> None:
 
 
 def _write_mark(descriptor: int, file_id: bytes) -> None:
-    mark = _mark(file_id) + FORMAT_VERSION.to_bytes(4, "little")
+    mark = _MAGIC + file_id + FORMAT_VERSION.to_bytes(4, "little")
     os.pwrite(descriptor, mark.ljust(MARK_BYTES, b"\0"), 0)
     os.fdatasync(descriptor)  # else a power failure could leave the name without the mark
-
-
-def _mark(file_id: bytes) -> bytes:
-    return _MAGIC + file_id
 
 
 def _stale_files(at: int, directory: Path) -> Iterator[tuple[str, int]]:
@@ -413,7 +418,7 @@ def _open_stale(at: int, name: str, file_id: bytes) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             first = os.pread(descriptor, len(_MAGIC) + _ID_BYTES, 0)
             has_name = _is_same(os.stat(name, dir_fd=at, follow_symlinks=False), status)
-            is_stale = first in (b"", _mark(file_id)) and has_name
+            is_stale = first in (b"", _MAGIC + file_id) and has_name
     except (BlockingIOError, FileNotFoundError):
         is_stale = False  # its process lives, or another start was quicker
     finally:

@@ -136,7 +136,6 @@ class AllOf:
             raise failure
 
     def done(self) -> bool:
-        """Whether all are done."""
         return all(ticket.done() for ticket in self.tickets)
 
 
@@ -181,15 +180,14 @@ class Promise:
         self._then.wait()
 
     def done(self) -> bool:
-        """Whether `wait()` would not block."""
         return self._latch.is_set and (self._error is not None or self._then.done())
 
 
-class Thread(Protocol):
-    """A background thread of an engine."""
+class Closable(Protocol):
+    """A background thread of an engine, or anything else of the machine that it holds."""
 
     def close(self) -> None:
-        """Finish the submitted work and stop. May be called again, after an interrupt say."""
+        """Finish the submitted work, and give it back. May be called again, after an interrupt say."""
 
 
 _numbers = itertools.count()  # of the engines of this process
@@ -214,7 +212,7 @@ class Failures:
         self.stop_was_raised = False
         self.is_foreign = False  # this process is a forked child of the engine's
         self.given_up = False  # the engine will not be used any more: background threads wait for nothing
-        self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
+        self.threads: list[Closable] = []  # in the order of their making: a later one may use earlier ones
         # Called with the first failure, and whether it is one.
         self._tell: Callable[[BaseException, bool], None] | None = None
         self._begin_thread: Callable[[], None] | None = None  # called first on each background thread
@@ -237,7 +235,7 @@ class Failures:
         """Let no background thread wait: the engine will not be used any more."""
         self.given_up = True
 
-    def add_thread(self, thread: Thread) -> None:
+    def add_thread(self, thread: Closable) -> None:
         """Add a thread, which may use those that were added before it."""
         self.threads.append(thread)
 

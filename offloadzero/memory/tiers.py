@@ -40,12 +40,15 @@ class Extent:
     num_bytes: int
 
 
+OnePlace = torch.Tensor | Extent
+
+
 @dataclass(eq=False)
 class TwoPlaces:
     """Two places of one home, each as large as all of it: [Note: versions] in update/pipeline.py."""
 
-    present: torch.Tensor | Extent  # reads and writes of the home go here
-    next: torch.Tensor | Extent
+    present: OnePlace  # reads and writes of the home go here
+    next: OnePlace
 
     def flip(self) -> None:
         """Let the next one be the present one. Transfers that have begun stay where they are."""
@@ -73,7 +76,7 @@ class InParts:
 
 # Typed memory, shape (num_elements,); a range of the swap files; two of either; a range of a file that is not ours; or
 # some of these.
-Place = torch.Tensor | Extent | TwoPlaces | FileRange | InParts
+Place = OnePlace | TwoPlaces | FileRange | InParts
 
 
 class Tier(Protocol):
@@ -91,7 +94,7 @@ class Tier(Protocol):
         """Whether code on the host addresses the tier. Copies between it and the device then need no staging."""
         return self.name.is_host_memory
 
-    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Place:
+    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> OnePlace:
         """Allocate a place, which holds zeros. Raises BudgetError."""
 
     def read(
@@ -189,9 +192,8 @@ class DeviceTier(Tier):
     def __init__(self, arena: Arena, accelerator: Accelerator, failures: Failures) -> None:
         self.arena = arena
         self._accelerator = accelerator
-        self._is_fresh = (
-            accelerator.asynchronous.free_bytes() is None
-        )  # of the host's memory: zero, and not touched yet
+        # Of the host's memory: zero, and not touched yet.
+        self._is_fresh = accelerator.asynchronous.free_bytes() is None
         self._owner = accelerator.asynchronous.current_stream()  # to which the arena's memory belongs
         self.h2d = accelerator.lane("state-h2d", failures)
         self.d2h = accelerator.lane("state-d2h", failures)

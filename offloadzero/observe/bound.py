@@ -129,11 +129,6 @@ def step_bound(lanes_s: Mapping[str, float]) -> Bound:
     return Bound(lanes_s[lane], lane, dict(lanes_s))
 
 
-def largest_waits(waits_s: Mapping[str, float], count: int = 3) -> list[tuple[str, float]]:
-    """Return the longest waits, longest first."""
-    return sorted(waits_s.items(), key=lambda item: (-item[1], item[0]))[:count]
-
-
 @dataclass(frozen=True)
 class StepReport:
     """One optimizer step: its wall time, and the seconds for which the computation stood still, by wait.

@@ -298,7 +298,6 @@ class StreamWaiting:
     __slots__ = ("_begun", "_clock", "_name", "_since", "_start_s", "_timeline")
 
     def __init__(self, clock: StreamClock, timeline: Timeline, name: str, since: Mark | None) -> None:
-        """Prepare the count. `since`: a mark after which nothing was launched."""
         self._clock = clock
         self._timeline = timeline
         self._name = name

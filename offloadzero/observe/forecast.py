@@ -77,7 +77,6 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The comparison in one sentence, and the cause."""
         off = self.ratio - 1
         text = (
             f"A step took {duration_text(self.step_s)} (median), {duration_text(self.planned.seconds)} were forecast: "

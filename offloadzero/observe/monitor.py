@@ -220,7 +220,8 @@ class StepMonitor:
             return
         if finished.losses:
             values = [read() for read in finished.losses]
-            finished.record["loss"] = json_number(sum(values) / len(values))
+            loss = sum(values) / len(values)
+            finished.record["loss"] = loss if math.isfinite(loss) else None  # JSON has no NaN
         self._directory.write_step(finished.record)
         if self._is_traced(finished.report.step):
             begun = (span for span in later_spans if span.start_s < finished.report.end_s)
@@ -248,7 +249,8 @@ def _collectives_in_json(counts: Mapping[str, CollectiveCount]) -> dict[str, Any
 
 def step_line(report: StepReport, found: bound.Bound) -> str:
     """Return a line such as `step 12: 0.412 s, bound 0.391 s (nvme read), overlap 94.9 %, waits: fetch 12.1 ms`."""
-    waits = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in bound.largest_waits(report.waits_s)]
+    longest = sorted(report.waits_s.items(), key=lambda item: (-item[1], item[0]))[:3]
+    waits = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in longest]
     return (
         f"step {report.step}: {report.step_s:.3f} s, bound {found.seconds:.3f} s ({found.lane}), "
         f"overlap {found.efficiency(report.step_s):.1%}, waits: {', '.join(waits) or 'none'}"
@@ -265,10 +267,6 @@ FORMAT_VERSION = 1
 
 _STEP_TRACK = 0
 _TRACKS_PER_LANE = 1000
-
-
-def trace_file_name(step: int) -> str:
-    return TRACE_FILES.replace("*", str(step))
 
 
 class RunDirectory:
@@ -319,7 +317,7 @@ class RunDirectory:
     def write_trace(self, step: int, spans: Iterable[Span], *, start_s: float, end_s: float) -> None:
         """Write the lanes of one step that ran from `start_s` to `end_s`."""
         value = trace_events(step, spans, start_s=start_s, end_s=end_s)
-        (self.path / trace_file_name(step)).write_text(json.dumps(value), encoding="utf-8")
+        (self.path / TRACE_FILES.replace("*", str(step))).write_text(json.dumps(value), encoding="utf-8")
 
 
 def is_written(directory: Path) -> bool | None:
@@ -337,11 +335,6 @@ def is_written(directory: Path) -> bool | None:
     except OSError:
         return None
     return False
-
-
-def json_number(value: float | None) -> float | None:
-    """Return a number for JSON, which knows no NaN and no infinity: null stands for both."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def tracks(spans: Sequence[Span]) -> list[int]:

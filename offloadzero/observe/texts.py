@@ -34,7 +34,6 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def count_text(count: int) -> str:
-    """Return a number of parameters."""
     return f"{count / 1e9:,.3f} billion" if count >= 1e8 else f"{count:,}"
 
 
@@ -49,5 +48,4 @@ def years_text(years: float) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """Return a rate with three digits."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

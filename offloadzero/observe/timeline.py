@@ -115,7 +115,6 @@ class Timeline:
     # --- any thread ---
 
     def span(self, lane: str, name: str, num_bytes: int = 0) -> AbstractContextManager[None]:
-        """Record the time inside a `with`."""
         return _Running(self, lane, name, num_bytes) if self.is_on else _NOTHING
 
     def add(self, lane: str, name: str, start_s: float, end_s: float, num_bytes: int = 0) -> None:

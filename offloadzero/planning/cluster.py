@@ -140,7 +140,7 @@ def cluster_from_json(key: str, value: Mapping[str, Any]) -> Cluster:
     tables = {name: top.table(name) for name in _ENTRIES}
     for table in tables.values():
         table.expect(*_ENTRIES[table.name.rpartition(".")[2]])
-    num_machines, gpus = _whole(top, key, "machines"), _whole(top, key, "gpus_per_machine")
+    num_machines, gpus = _whole(top, "machines"), _whole(top, "gpus_per_machine")
     if num_machines * gpus > MAX_RANKS:
         raise ConfigError(f"{key}.machines", num_machines, f"at most {MAX_RANKS:,} devices in all")
     for name, entries in _ENTRIES.items():
@@ -221,10 +221,10 @@ def _gb(table: Reader, name: str) -> float | None:
     return None if rate is None else rate * GB
 
 
-def _whole(reader: Reader, key: str, name: str) -> int:
+def _whole(reader: Reader, name: str) -> int:
     found = reader.value.get(name)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ConfigError(f"{key}.{name}", found, f"a whole number from 1 to {MAX_RANKS:,}")
+        raise ConfigError(f"{reader.name}.{name}", found, f"a whole number from 1 to {MAX_RANKS:,}")
     return found
 
 

@@ -20,6 +20,7 @@ import platform
 import re
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,14 @@ def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
 def available_host_bytes(*, root: Path = _ROOT) -> int:
     """The memory that can be taken now: [Note: memory that can be taken]. `root` is where /proc and /sys are."""
     limits = (cgroup_free_bytes(root=root), _free_addresses(root))
-    return min([_mem_available(root), *(limit for limit in limits if limit is not None)])
+    mem_available = _sizes(root / "proc/meminfo")["MemAvailable"]
+    return min([mem_available, *(limit for limit in limits if limit is not None)])
 
 
 def host_bytes_before(*, root: Path = _ROOT) -> int:
     """The memory that a process finds which begins when this one has ended: [Note: memory that can be taken]."""
-    return available_host_bytes(root=root) + _held_bytes(root)
-
-
-def _held_bytes(root: Path) -> int:
-    """The memory of this process that is no file's."""
-    lines = (root / "proc/self/status").read_text().splitlines()
-    sizes = (line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-    return sum(int(size) * 1024 for _, size, _ in sizes)
+    held = _sizes(root / "proc/self/status")
+    return available_host_bytes(root=root) + held["RssAnon"] + held["RssShmem"]
 
 
 def _free_addresses(root: Path) -> int | None:
@@ -79,9 +75,7 @@ def _free_addresses(root: Path) -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
-    lines = (root / "proc/self/status").read_text().splitlines()
-    mapped = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
-    return max(0, limit - mapped)
+    return max(0, limit - _sizes(root / "proc/self/status")["VmSize"])
 
 
 def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
@@ -120,13 +114,6 @@ def memlock_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _mem_available(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")
-
-
 def _free_by_group(root: Path) -> Iterator[int]:
     """Yield for each group that limits memory its limit less the usage that cannot be given back."""
     for group, version in _groups(root, "memory"):
@@ -136,7 +123,8 @@ def _free_by_group(root: Path) -> Iterator[int]:
         usage = number_in(group / usage_file)
         if usage is None or limit >= _UNLIMITED:
             continue
-        cached = sum(_stat(group, f"{of_children}{name}") for name in ("active_file", "inactive_file"))
+        stat = _sizes(group / "memory.stat")
+        cached = sum(stat.get(f"{of_children}{name}", 0) for name in ("active_file", "inactive_file"))
         yield max(0, limit - max(0, usage - cached))
 
 
@@ -179,9 +167,14 @@ def text_in(path: Path) -> str | None:
         return None
 
 
-def _stat(group: Path, name: str) -> int:
-    lines = (text_in(group / "memory.stat") or "").splitlines()
-    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+def _sizes(path: Path) -> dict[str, int]:
+    """The bytes by name in a file of lines such as `MemAvailable: 12 kB` or `anon 5`."""
+    lines = [line.split() for line in (text_in(path) or "").splitlines()]
+    return {
+        words[0].rstrip(":"): int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
+        for words in lines
+        if len(words) > 1 and words[1].isdecimal()
+    }
 
 
 # --- the description beside a measurement ---
@@ -192,7 +185,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": _field("/proc/cpuinfo", r"model name\s*: (.*)") or platform.machine(),
         "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int(_field("/proc/meminfo", r"MemTotal:\s*(\d+) kB") or 0) * 1024 or None,
+        "memory_bytes": _sizes(Path("/proc/meminfo")).get("MemTotal"),
         "kernel": f"{os.uname().sysname} {os.uname().release}",
         "architecture": os.uname().machine,
         "is_virtual_machine": " hypervisor" in (_field("/proc/cpuinfo", r"flags\s*:(.*)") or ""),
@@ -213,13 +206,12 @@ def describe_versions(*packages: str) -> dict[str, str | None]:
 
 def describe_path(path: str) -> dict[str, Any]:
     """Describe the filesystem, mount options, space, and the block device under a directory."""
-    status = os.stat(path)
-    space = os.statvfs(path)
-    mount = _mount_of(path, status.st_dev)
-    number = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    source = mount.get("source")
+    space, number = os.statvfs(path), _number(os.stat(path).st_dev)
+    mount = _mount_of(path, number)
+    source = mount["source"]
     if not Path("/sys/dev/block", number).exists() and source and source.startswith("/dev/"):
-        number = _device_number(source) or number  # btrfs has device numbers of its own
+        with suppress(OSError):
+            number = _number(os.stat(source).st_rdev)  # btrfs has device numbers of its own
     return {
         "path": path,
         **mount,
@@ -229,10 +221,13 @@ def describe_path(path: str) -> dict[str, Any]:
     }
 
 
-def _mount_of(path: str, device: int) -> dict[str, Any]:
+def _number(device: int) -> str:
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def _mount_of(path: str, number: str) -> dict[str, Any]:
     """Return the mount with the device number of the path, else the one with the longest mount point above it."""
     real = os.path.realpath(path)
-    number = f"{os.major(device)}:{os.minor(device)}"
     found: tuple[bool, int, dict[str, Any]] = (False, -1, {"filesystem": None, "source": None})
     for line in (text_in(Path("/proc/self/mountinfo")) or "").splitlines():
         before, _, after = line.partition(" - ")
@@ -245,14 +240,6 @@ def _mount_of(path: str, device: int) -> dict[str, Any]:
             mount = {"filesystem": filesystem, "source": source, "mount_options": f"{fields[5]},{options}"}
             found = (*key, mount)
     return found[2]
-
-
-def _device_number(source: str) -> str | None:
-    try:
-        device = os.stat(source).st_rdev
-    except OSError:
-        return None
-    return f"{os.major(device)}:{os.minor(device)}"
 
 
 def _describe_device(number: str) -> dict[str, Any] | None:

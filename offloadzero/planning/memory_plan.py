@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, TypedDict
 
@@ -272,7 +272,8 @@ def _move_grads_to_nvme(
 ) -> MemoryPlan:
     """Move gradients that are kept until the step to NVMe if need be: those needed last go first.
 
-    Where that does not make it fit, return the plan that is nearest: buffers for the file may take more than they free.
+    Where that does not make it fit, return the smaller of two that do not: buffers for the file may take more than all
+    of them free.
     """
     if not plan.grads_have_homes:
         return plan
@@ -338,7 +339,6 @@ def _plan(
 def _second_bytes(
     records: Sequence[Record], at: Placement, tier: TierName, second: Collection[object]
 ) -> int:
-    """The bytes of second places in `tier`."""
     return sum(
         _home_bytes(tier, num_elements * dtype.itemsize)
         for record in records
@@ -563,38 +563,17 @@ def _advice(
 
 
 def first_enough(size_after: Callable[[int], int], freed: Sequence[int], enough: int) -> int:
-    """Return the first number of moves with a size of at most `enough`, else the first with the smallest size.
+    """Return the first number of moves with a size of at most `enough`; else none or all, whichever is smaller.
 
     Args:
         size_after: bytes after so many moves, 0 to `len(freed) - 1`.
         freed: bytes that so many moves free together, before what they make necessary: `freed[0]` is 0.
         enough: bytes.
     """
-    sizes: dict[int, int] = {}  # by number of moves
     number = 0
     while number < len(freed):
-        sizes[number] = size_after(number)
-        if sizes[number] <= enough:
+        size = size_after(number)
+        if size <= enough:
             return number
-        number = bisect_left(freed, freed[number] + sizes[number] - enough)
-    return _first_smallest(size_after, freed, sizes)
-
-
-def _first_smallest(size_after: Callable[[int], int], freed: Sequence[int], sizes: dict[int, int]) -> int:
-    """Halve the ranges between known sizes, as long as one in between may be smaller, or as small and earlier."""
-    last = len(freed) - 1
-    if last not in sizes:
-        sizes[last] = size_after(last)
-    best = min(sizes, key=lambda number: (sizes[number], number))
-    ends = sorted(sizes)
-    ranges = list(pairwise(ends))
-    while ranges:
-        start, stop = ranges.pop()
-        least = sizes[start] + freed[start] - freed[stop - 1]
-        if stop - start < 2 or (least, start + 1) > (sizes[best], best):
-            continue
-        middle = (start + stop) // 2
-        sizes[middle] = size_after(middle)
-        best = min(best, middle, key=lambda number: (sizes[number], number))
-        ranges += [(start, middle), (middle, stop)]
-    return best
+        number = bisect_left(freed, freed[number] + size - enough)
+    return min((0, len(freed) - 1), key=size_after)

@@ -164,11 +164,6 @@ def describe_placement(records: Sequence[Record], placement: Placement) -> str:
     return text + (f", {on_nvme} wholly or partly on nvme" if on_nvme else "")
 
 
-def segments_of(record: Record) -> list[tuple[int, SegmentKind]]:
-    kinds = (*record.layout, *([SegmentKind.GRAD] if record.num_trainable else []))
-    return [(record.index, kind) for kind in kinds]
-
-
 class _Moves:
     """The moves to faster tiers in their order: [Note: which segments earn a fast tier]."""
 
@@ -197,8 +192,8 @@ class _Moves:
         """Return the homes after so many moves of records to the device and of segments of the others to the host."""
         placement: dict[tuple[int, SegmentKind], TierName] = {}
         for number, record in enumerate(self._records):
-            for segment in segments_of(record):
-                _, kind = segment
+            for kind in (*record.layout, *([SegmentKind.GRAD] if record.num_trainable else [])):
+                segment = record.index, kind
                 stays = kind is SegmentKind.PARAM and (record.resident or self._params_stay)
                 if number < num_on_device or stays:
                     placement[segment] = TierName.DEVICE
@@ -324,7 +319,6 @@ class FoundPlacement:
 
 
 def filling_text(filling: Filling) -> str:
-    """Say in which order the tiers are filled."""
     order = ", then ".join(_NAMES[kind] for kind in filling.to_host)
     text = f"to the host {order}"
     if filling.last_in_host:

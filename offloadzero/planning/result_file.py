@@ -112,7 +112,6 @@ class Reader:
         return found
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return positive numbers by name."""
         table = self.table(name)
         found = {key: table.number(key) for key in table.value}
         return {key: number for key, number in found.items() if number is not None}

@@ -73,7 +73,10 @@ Recorder = Callable[[str, str, int], AbstractContextManager[None]]  # lane, name
 
 
 class Channel(Collectives):
-    """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
+    """The collectives of one thread, in a process group of its own: [Note: collectives in one order].
+
+    `Collectives` says what each does.
+    """
 
     def __init__(
         self,
@@ -110,13 +113,11 @@ class Channel(Collectives):
         self._is_aborted = False
 
     def all_gather(self, whole: Tensor, label: str) -> None:
-        """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
         data = whole.view(torch.uint8)  # not every backend knows every dtype
         start, stop = self.spec.kept_range(data.numel())
         self._run(ALL_GATHER, label, data, lambda: _all_gather(data, data[start:stop], **self._options))
 
     def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
-        """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
         start, stop = self.spec.kept_range(whole.numel())
         part = whole[start:stop]
 
@@ -130,21 +131,16 @@ class Channel(Collectives):
         return part
 
     def all_to_all(self, received: Tensor, sent: Tensor, label: str, *, advice: str = "") -> None:
-        """Send each rank its part of `sent` and fill `received` with theirs; both uint8, in the ranks' order."""
         self._run(
             ALL_TO_ALL, label, sent, lambda: dist.all_to_all_single(received, sent, **self._options), advice
         )
 
     def all_reduce(self, values: Tensor, label: str, *, largest: bool = False, advice: str = "") -> None:
-        """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options), advice)
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
-        """The numbers of each rank, by rank; None where all ranks have the same.
-
-        Many ranks compare them in a few bytes, however many there are. Only where some differ do they tell which.
-        """
+        # Many ranks compare them in a few bytes, however many there are. Only where some differ do they tell which.
         if self._tells_each:
             by_rank = self.by_rank(own, label)
             return None if all(values == by_rank[0] for values in by_rank) else by_rank
@@ -156,10 +152,6 @@ class Channel(Collectives):
         return self.by_rank(own, label)
 
     def by_rank(self, own: Sequence[int], label: str, *, advice: str = "") -> list[list[int]]:
-        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero.
-
-        `advice`: for a rank for which the others do not come.
-        """
         values, num_ranks = torch.tensor(own, dtype=torch.int64, device="cpu"), self.spec.world_size
         said = torch.zeros(num_ranks, len(own), dtype=torch.int64, device="cpu")
         said[self.spec.rank] = values
@@ -172,7 +164,6 @@ class Channel(Collectives):
         return by_rank
 
     def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
-        """Replace `values` by those of the group's first rank, or of the one at place `source`."""
         data = values.view(-1).view(torch.uint8)
         if data.numel():
             self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options))
@@ -183,7 +174,6 @@ class Channel(Collectives):
         self._run(SCATTER, label, whole, lambda: dist.scatter(part, parts, group_src=source, **self._options))
 
     def begin_submitted(self) -> None:
-        """Count what was submitted to the calling thread, which begins it now."""
         if self.watch is not None:
             self.watch.begin()
 
@@ -300,12 +290,14 @@ def abort_groups(groups: Mapping[str, Any]) -> None:
 
     All at once: the end of one of NCCL's groups may wait for the device, where the collective of another one waits.
     """
-    threads = [
-        threading.Thread(target=functools.partial(_abort, name, group), daemon=True)
-        for name, group in groups.items()
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for name, group in groups.items():
+        thread = threading.Thread(target=functools.partial(_abort, name, group), daemon=True)
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:  # Python 3.12 starts none when it ends: one after the other is more than nothing
+            _abort(name, group)
     until_s = time.monotonic() + ABORT_WITHIN_S
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))

@@ -136,13 +136,12 @@ class FailureStore:
             with self._lock:
                 if not self._store.check([self._key_of_any]):
                     return None
-                if self._store.check([self._key]):
-                    return bytes(self._store.get(self._key)).decode(errors="replace")
-                for key in map(self._key_of_end, members):
-                    if self._store.check([key]):
-                        begun, _, text = bytes(self._store.get(key)).decode(errors="replace").partition(" ")
-                        if collective is None or json.loads(begun)[collective[0]] < collective[1]:
-                            return text
+                if (failed := self._read(self._key)) is not None:
+                    return failed
+                for ended in filter(None, (self._read(self._key_of_end(member)) for member in members)):
+                    begun, _, text = ended.partition(" ")
+                    if collective is None or json.loads(begun)[collective[0]] < collective[1]:
+                        return text
         except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
             pass
         return None
@@ -155,11 +154,12 @@ class FailureStore:
 
     def get(self, name: str) -> str | None:
         """The text that some rank has left under a name; None where nobody has."""
-        key = f"{self._key}/{name}"
         with suppress(RuntimeError), self._lock:
-            if self._store.check([key]):
-                return bytes(self._store.get(key)).decode(errors="replace")
+            return self._read(f"{self._key}/{name}")
         return None
+
+    def _read(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else None
 
 
 @contextmanager

@@ -92,6 +92,21 @@ class Collectives:
         """The numbers of each rank, by rank; None where all ranks have the same."""
         return None
 
+    def ranks_where(self, flags: Sequence[bool], label: str) -> list[list[int]]:
+        """The ranks on which each of `flags` holds. All ranks call this with as many."""
+        by_rank = self.by_rank_unless_same([*map(int, flags)], label)
+        if by_rank is None:
+            return [[*self.members] if flag else [] for flag in flags]
+        columns = zip(*by_rank, strict=True)
+        return [[rank for rank, it in zip(self.members, each, strict=True) if it] for each in columns]
+
+    def texts(self, own: str, label: str) -> list[str]:
+        """The text of each rank, by rank."""
+        said = own.encode()
+        longest = max(size for (size,) in self.by_rank([len(said)], label))
+        by_rank = self.by_rank([*said.ljust(longest, b"\0")], label)
+        return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in by_rank]
+
     def begin_submitted(self) -> None:
         """Count what was submitted to the calling thread, which begins it now."""
 

@@ -30,7 +30,6 @@ from offloadzero.ranks.process_groups import make_building_channel
 from offloadzero.ranks.shard import kept_elements
 
 _blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order
-_SHOWN = 160  # bytes of an act's name that the others are told in an error
 
 
 class BuildingRanks:
@@ -63,24 +62,14 @@ class BuildingRanks:
         label = f"zero.Init: {act}"
         if self.channel.by_rank_unless_same([digest(act)], label) is None:
             return
-        own = list(act.encode()[:_SHOWN].ljust(_SHOWN))
-        said = self.channel.by_rank(own, label)
-        texts = [bytes(row).decode(errors="replace").strip() for row in said]
         by_text: dict[str, list[int]] = {}
-        for rank, text in zip(self.channel.members, texts, strict=True):
+        for rank, text in zip(self.channel.members, self.channel.texts(act, label), strict=True):
             by_text.setdefault(text, []).append(rank)
         acts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in by_text.items())
         raise StateError(
             f"zero.Init: the ranks do different things ({acts}; this is rank {self.channel.rank}). Until the engine "
             "has the model all ranks must build the same modules, and read and write the same parameters in one order"
         )
-
-    def told(self, flag: bool, label: str) -> list[int]:
-        """The ranks on which `flag` holds."""
-        by_rank = self.channel.by_rank_unless_same([int(flag)], label)
-        if by_rank is None:
-            return self.members if flag else []
-        return [rank for rank, (one,) in zip(self.channel.members, by_rank, strict=True) if one]
 
     def report(self, error: BaseException) -> None:
         """Tell the others of an error in the block: those that wait for this rank stop with its text."""

@@ -168,9 +168,8 @@ class MeshGroups:
 
     data: list[list[int]]  # by the part of the model that the group trains: [Note: numbers of parts]
     across: list[list[int]]  # by place in the data: ranks that have the whole model together
-    tensor: list[
-        list[int]
-    ]  # those of them that have one stage together: they differ along the tensor-parallel axis
+    # Those of them that have one stage together: they differ along the tensor-parallel axis.
+    tensor: list[list[int]]
 
     def part_of(self, rank: int) -> int:
         """The number of the part of the model that a rank trains."""

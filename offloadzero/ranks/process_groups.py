@@ -75,13 +75,11 @@ class Ranks(Group):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with."""
         return False
 
     def note_write(
         self, *what: object, values: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Count a write of the script's, which all ranks make, in the sum `writes`."""
         number = zlib.crc32(" ".join(map(str, what)).encode())
         if values is not None:
             data = values.detach().to("cpu", dtype or values.dtype).contiguous().view(-1).view(torch.uint8)
@@ -108,7 +106,6 @@ class Ranks(Group):
         return _told(self.across, own if of_part else _NO_GRADIENTS, number, [])[0]
 
     def collectives(self) -> dict[str, CollectiveCount]:
-        """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
         channels = [(name, part) for name, part in vars(self).items() if isinstance(part, Channel)]
         return {
             f"{name} {kind}": count
@@ -124,17 +121,14 @@ class Ranks(Group):
                 each.recorder = recorder
 
     def lost_text(self) -> str | None:
-        """A text about a rank that has failed; None: none has, as far as is known."""
         return self.failure_store.text()
 
     def abort(self) -> None:
-        """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
         channels = {name: part for name, part in vars(self).items() if isinstance(part, Channel)}
         groups = {name: each.begin_abort() for name, each in channels.items()}
         abort_groups({name: group for name, group in groups.items() if group is not None})
 
     def close(self) -> None:
-        """Close the channels, when no thread uses one any more."""
         for part in vars(self).values():
             if isinstance(part, Channel):
                 part.close()

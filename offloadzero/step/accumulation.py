@@ -36,6 +36,7 @@ class Accumulation:
         self.num_backwards = 0  # of the present step, which have come to their end
         self.override: bool | None = None
         self.num_micro_steps = 0
+        self._is_set = False  # the batch size, by the script
         self._keeps_gradients = keeps_gradients
         self._world_size = world_size
         self._window_start = 0  # the first micro step of the present step
@@ -45,6 +46,12 @@ class Accumulation:
     def num_steps(self) -> int:
         """Micro batches per step."""
         return self.batch.gradient_accumulation_steps
+
+    @property
+    def sizes_set(self) -> list[int] | None:
+        """Micro batch and accumulation steps where the script has set them; None: they are the configuration's."""
+        micro = self.batch.micro_batch_size
+        return [micro, self.num_steps] if self._is_set and micro is not None else None
 
     @property
     def num_taken(self) -> int:
@@ -87,9 +94,15 @@ class Accumulation:
         """Begin the present step anew: its gradients were dropped, and its micro batches come again."""
         self.num_micro_steps = self._window_start
 
-    def resume(self, num_micro_steps: int) -> None:
-        """Go on from a checkpoint at the begin of a step: no gradients come with it."""
+    def resume(self, num_micro_steps: int, *, global_steps: int, num_samples: int | None) -> None:
+        """Go on from a checkpoint at the begin of a step: no gradients come with it.
+
+        `num_samples`: of the `global_steps` before; None: not known, and counted by the present batch size.
+        """
         self.num_micro_steps = self._window_start = num_micro_steps
+        self._samples_before, self._steps_before = (
+            (0, 0) if num_samples is None else (num_samples, global_steps)
+        )
 
     def num_samples(self, global_steps: int) -> int:
         """Return the samples of `global_steps` steps, where a micro batch of unknown size counts 1."""
@@ -110,6 +123,10 @@ class Accumulation:
         size = _read_size("train_micro_batch_size_per_gpu", size)
         self._set(resolve_batch(None, size, self.num_steps, world_size=self._world_size), global_steps)
 
+    def set_sizes(self, micro_batch_size: int, num_steps: int, *, global_steps: int) -> None:
+        """Change both, as a run has had them. Raises ConfigError, StateError."""
+        self._set(resolve_batch(None, micro_batch_size, num_steps, world_size=self._world_size), global_steps)
+
     def _set(self, batch: BatchConfig, global_steps: int) -> None:
         if self.num_taken:
             taken = f"{self.num_taken} of {self.num_steps} micro batches of this step have been taken"
@@ -123,6 +140,7 @@ class Accumulation:
             )
         self._samples_before, self._steps_before = self.num_samples(global_steps), global_steps
         self.batch = replace(batch, managed=self.batch.managed)
+        self._is_set = True
 
 
 class ScaledLosses:

@@ -48,7 +48,6 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.observe.clock import StepClock
 from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientHandle,
@@ -95,7 +94,6 @@ class GradientCollector:
         *,
         device_leases: BufferPool,
         own_leases: Mapping[int, BufferPool],
-        clock: StepClock,
         previous_update: Callable[[int], Ticket],
         updates_in_backward: bool,
     ) -> None:
@@ -115,7 +113,6 @@ class GradientCollector:
         self._has_streams = store.accelerator.has_streams
         self._device_leases = device_leases
         self._own_leases = own_leases
-        self._clock = clock
         self._previous_update = previous_update
         self._updates_in_backward = updates_in_backward
         self._views = _slot_views(gradients.values())
@@ -237,10 +234,6 @@ class GradientCollector:
             if contribution.is_all or slot.index in state.zeroed:
                 state.forget(slot)
             return contribution.grad
-        if isinstance(grad, GradientTensor) and grad.source is source:
-            handle.param.grad = grad.read()  # a view of it, with other rows and columns say
-            source.take_contribution()
-            return None
         source.take_contribution()  # another tensor is the gradient now
         if slot.index in state.present:  # the script has dropped it, or put another in its place
             state.forget(slot)
@@ -258,7 +251,7 @@ class GradientCollector:
         if home is not None:
             # An update of the last step may still read the home, or the thread that measures earlier micro batches.
             free = AllOf([self._previous_update(record.index), state.landed])
-            with self._clock.waiting("update"), self._store.failures.handed_over():
+            with self._store.clock.waiting("update"), self._store.failures.handed_over():
                 order_compute_after(free)
             padding = state.begin_at_home(home.memory, views, free=free)
         else:
@@ -286,7 +279,7 @@ class GradientCollector:
             lease = self._wait_for_lease(leases, record)
         if not lease.last_use.done():
             try:
-                with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
+                with self._store.clock.waiting("gradient lease"), self._store.failures.handed_over():
                     order_compute_after(lease.last_use)
             except BaseException:
                 leases.give_back(lease, last_use=lease.last_use)
@@ -295,7 +288,7 @@ class GradientCollector:
         return lease
 
     def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
-        with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
+        with self._store.clock.waiting("gradient lease"), self._store.failures.handed_over():
             if not record.is_reduced:
                 return leases.take()
             lease = leases.take_within(self.LEASE_WITHIN_S)

@@ -211,17 +211,16 @@ class StepCoordinator:
             first = self._window.set_aside(index, number)
             try:
                 if not self._is_running():
+                    # With create_graph=True it is a new tensor that was added to.
                     if torch.is_grad_enabled() and number in self._gradients[index].arrived:
-                        raise StateError(
-                            UNFINISHED
-                        )  # with create_graph=True it is a new tensor that was added to
+                        raise StateError(UNFINISHED)
                     self.expect_whole()
                 if not self._in_backward:
                     through("step.begin_backward", self._begin_backward)()
                 first.show_assigned()
                 is_nested = self.collector.is_in_backward
                 if not (is_nested or self.policy.update_in_backward or torch.is_grad_enabled()):
-                    self._window.expect_none_given_away()
+                    self._window.expect_values()
             except BaseException:
                 first.drop()
                 raise

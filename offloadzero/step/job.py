@@ -106,8 +106,7 @@ class Trial(RecordUpdate):
         with self._lock, self.record.edits.reading() as reads:
             if self.is_given_up:
                 return False
-            home = self.gradient.in_memory()
-            self._grad = home if home is not None else self.gradient.home
+            self._grad = self.gradient.for_update()
             # The place that it would write. While a commit is counted it becomes the present one.
             is_kept = self.record.committed is Committed.NEXT and self.record.commits.counted.done()
             if reads is None or self._grad is None or not self.gradient.is_full or is_kept:
@@ -163,8 +162,7 @@ class UpdateJob(RecordUpdate):
         counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
             slot.step += counts[slot.group_index or 0]
-        in_memory = self.gradient.in_memory()
-        self._grad = in_memory if in_memory is not None else self.gradient.home
+        self._grad = self.gradient.for_update()
         if self._grad is None:
             raise AssertionError(f"{self.record.name} has no gradient")
         self.ranges = self.gradient.ranges()
@@ -177,7 +175,6 @@ class UpdateJob(RecordUpdate):
             self.before = AllOf([self.before, ended])
 
     def release_gradient(self) -> None:
-        """Give back the gradient's memory: it has been read, or will not be."""
         self.gradient.release()
 
     def cancel(self) -> None:

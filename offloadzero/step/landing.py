@@ -13,7 +13,6 @@ from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
 from offloadzero.native.kernels import set_cores
-from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import Trial, UpdateJob
@@ -46,7 +45,6 @@ class Landing:
         passing: BufferPool,
         staging: BufferPool,
         norm_scratch: torch.Tensor | None,
-        clock: StepClock,
         num_threads: int | None,
         cores: Collection[int],
         reduction: Reduction,
@@ -68,7 +66,6 @@ class Landing:
         self._passing = passing
         self._staging = staging
         self._norm_scratch = norm_scratch
-        self._clock = clock
         self._num_threads = num_threads
         self._reduction = reduction
         self._decider = decider
@@ -107,7 +104,7 @@ class Landing:
         buffer = pool.try_take()
         if buffer is None:
             # Updates may be slower than backward: here backward waits for them.
-            with self._clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
+            with self._store.clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
                 buffer = pool.take()
         return Borrowed(buffer, pool)
 

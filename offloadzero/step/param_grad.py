@@ -52,7 +52,6 @@ from offloadzero.core.torch_private import (
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
-from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting, end_trial
 from offloadzero.update.flat_layout import ParamSlot
@@ -186,7 +185,6 @@ class ParamGradient(GradientValue):
         return True
 
     def is_worn(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the parameter's `grad`."""
         handle = self.handle()
         with DisableTorchFunctionSubclass():
             return not self.is_dropped and handle is not None and handle.param.grad is tensor
@@ -272,7 +270,6 @@ class GradientAccess:
         *,
         group: Group,
         announcements: Announcements,
-        clock: StepClock,
         num_threads: int | None,
         gradients: WindowGradients,
         previous_update: Callable[[int], Ticket],
@@ -293,7 +290,6 @@ class GradientAccess:
         self._shared_sq_norms: dict[int, Sequence[float]] = {}
         self._measured: list[tuple[RecordGradient, Ticket]] = []
         self.device = store.accelerator.device
-        self._clock = clock
         self._num_threads = num_threads
         self._gradients = gradients
         self._previous_update = previous_update
@@ -369,7 +365,7 @@ class GradientAccess:
         if home is None:
             raise AssertionError(f"{slot.name}: its gradient has no home")
         self._wait_landed(state)
-        with self._clock.waiting("update"), self._store.failures.handed_over():
+        with self._store.clock.waiting("update"), self._store.failures.handed_over():
             self._previous_update(state.record.index).wait()  # it may still read the home
             end_trial(state).wait()
         place = kept_place(state.record, slot, SegmentKind.GRAD)
@@ -377,7 +373,7 @@ class GradientAccess:
         if not home.is_in_memory:
             target = flat.to("cpu", home.dtype).contiguous()
             if place.num_elements:
-                with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+                with self._store.clock.waiting("gradient access"), self._store.failures.handed_over():
                     self._store.write(home, target, start=place.start).wait()
         else:
             target = home.memory[place.start : place.start + place.num_elements]
@@ -405,7 +401,7 @@ class GradientAccess:
         if state.record.shard.world_size == 1 and home.is_in_memory:
             return home.memory[slot.offset : slot.offset + slot.num_elements]
         flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
-        with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+        with self._store.clock.waiting("gradient access"), self._store.failures.handed_over():
             self._homes.read_home(state.record, slot, home, flat)
         return flat
 
@@ -430,7 +426,7 @@ class GradientAccess:
                 self._wait_landed(gradient)
             norms = [norm for gradient in present for norm in gradient.sq_norms]
             own = torch.tensor(norms, dtype=torch.float64, device="cpu")
-            with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+            with self._store.clock.waiting("gradient access"), self._store.failures.handed_over():
                 act = f"asks for the norms of the gradients of {len(present)} units"
                 self._announcements.announce(act)
                 self._group.states.all_reduce(own, "the norms of gradients")
@@ -456,5 +452,5 @@ class GradientAccess:
         return (earlier.float() + grad.float()).to(earlier.dtype)
 
     def _wait_landed(self, state: RecordGradient) -> None:
-        with self._clock.waiting("gradient landing"), self._store.failures.handed_over():
+        with self._store.clock.waiting("gradient landing"), self._store.failures.handed_over():
             state.landed.wait()

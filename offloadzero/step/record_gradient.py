@@ -62,13 +62,10 @@ class RecordGradient:
     lease: PooledBuffer | None = None
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
-    arrived: dict[int, None] = field(
-        default_factory=dict
-    )  # indices of the slots whose gradient is there, in order
+    arrived: dict[int, None] = field(default_factory=dict)  # slots whose gradient is there, in order
     num_missing: int = 0  # of the slots of a gradient that has begun, those not among them
-    waiting: list[tuple[int, torch.Tensor]] = field(
-        default_factory=list
-    )  # of these, the ones not copied yet, with their gradients
+    # Of those that are there the ones not copied yet, with their gradients:
+    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     waiting_stream: Stream | None = None  # the stream on which these came
     copying: threading.Lock = field(default_factory=threading.Lock)  # held while they are copied
     kept: set[int] = field(default_factory=set)  # slots whose gradient came and is the script's own
@@ -77,9 +74,8 @@ class RecordGradient:
     streams: list[Stream | None] = field(default_factory=list)  # streams that have waited for `free`
     # In the window:
     present: frozenset[int] = frozenset()  # indices of the slots that have a gradient
-    factors: dict[int, float] = field(
-        default_factory=dict
-    )  # by slot: the product of factors that scripts have applied, unless 1
+    # By slot: the product of factors that scripts have applied, unless 1.
+    factors: dict[int, float] = field(default_factory=dict)
     zeroed: set[int] = field(default_factory=set)  # slots whose gradient is zero, whatever the home holds
     landed: Ticket = FINISHED
     sq_norms: list[float] = field(default_factory=list)  # of landed gradients, by slot, without factors
@@ -296,6 +292,11 @@ class RecordGradient:
             return self.passing.view(self.record.grad_dtype, self.record.kept_trainable)
         home = self.home
         return None if home is None or not home.is_in_memory else home.memory
+
+    def for_update(self) -> torch.Tensor | Segment | None:
+        """What an update reads: the gradient in memory, or its home."""
+        in_memory = self.in_memory()
+        return self.home if in_memory is None else in_memory
 
     def release(self) -> None:
         """Give back the buffer of a gradient without a home: it was read, or is not wanted."""

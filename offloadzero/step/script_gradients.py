@@ -2,23 +2,19 @@
 
 [Note: gradients assigned from gradients]
 `a.grad, b.grad = b.grad, a.grad` and `p.grad = p.grad.t()` put tensors into `param.grad` that stand for a gradient in
-some home, another parameter's or the parameter's own. So all of them are read before one is written. A parameter has
-the plain value in its `grad` meanwhile: if an interrupt comes on the way, the next step takes that.
-
-In another backward the home of a gradient that its parameter has given away would get the next one: that is an error. A
-gradient that is the `grad` of its parameter and of others stays: there autograd adds for all of them, as it does in
-torch.
+some home, another parameter's or in another form, where the next gradient or another assigned one would be written.
+That is an error at the step and at another backward: a copy has a value of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offloadzero.access.gradient import GradientTensor, GradientValue
+from offloadzero.access.gradient import GradientTensor
 from offloadzero.core.fail_points import through
 from offloadzero.core.torch_private import DisableTorchFunctionSubclass
 from offloadzero.errors import StateError
@@ -26,7 +22,6 @@ from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientAccess,
     GradientHandle,
-    ParamGradient,
     drop_gradients,
     expect_dense,
 )
@@ -100,26 +95,16 @@ class GradientWindow:
     def zero(self) -> None:
         """Begin a new window, in which the present gradients are zero."""
         self.gradients.renew()
-        others: list[tuple[RecordGradient, GradientHandle, Tensor]] = []
-        zeroed: set[GradientValue] = set()
         for index, handles in self.handles.items():
             for handle in handles:
                 handle.source.take_contribution()
                 with DisableTorchFunctionSubclass():
                     grad = handle.param.grad
-                if handle.is_own(grad):
-                    _wear_zeros(self.gradients[index], handle)
-                    zeroed.add(handle.source)
+                if isinstance(grad, GradientTensor):
+                    handle.param.grad = handle.tensor  # in no graph
+                    self.gradients[index].clear(handle.slot)
                 elif grad is not None:
-                    others.append((self.gradients[index], handle, grad))
-        for gradient, handle, grad in others:
-            source = grad.source if isinstance(grad, GradientTensor) else None
-            if source in zeroed:  # another parameter's gradient, which both still have as `grad`
-                handle.param.grad = grad.detach() if grad.requires_grad else grad
-            elif isinstance(source, ParamGradient):
-                _wear_zeros(gradient, handle)  # that gradient is in no home any more
-            else:
-                _zero(grad)
+                    _zero(grad)
 
     # --- before a backward, before a step ---
 
@@ -128,40 +113,27 @@ class GradientWindow:
         return SetAside(self.handles[index][number])
 
     def settle(self) -> None:
-        """Bring assigned gradients home before the step, and leave dropped ones out. StateError for a lost one."""
-        others = []
-        for change in self._changed():
-            if change.handle.is_own(change.grad):
-                self._settle_own(change.state, change.handle.slot)
-            else:
-                others.append(change)
-        given_up = {change.handle.source for change in others}  # their parameters wear others now
-        found = [(change, _read_assigned(change, given_up)) for change in others]
-        for (state, handle, grad), value in found:
+        """Bring assigned gradients home before the step, and leave dropped ones out.
+
+        Raises StateError for a lost one, and for one that was assigned from another.
+        """
+        changed = list(self._changed())
+        _expect_values(changed)
+        for state, handle, grad in changed:
+            if handle.is_own(grad):
+                self._settle_own(state, handle.slot)
+                continue
             handle.drop()
-            if value is None:
+            if grad is None:
                 self._access.drop(state, handle.slot)
                 continue
-            expect_dense(handle.slot, value)
-            through("gradient.store", self._access.store, handle.slot.name)(state, handle.slot, value)
-            if isinstance(grad, GradientTensor) and grad.source in given_up:
-                with DisableTorchFunctionSubclass():
-                    handle.param.grad = handle.tensor
+            expect_dense(handle.slot, grad)
+            through("gradient.store", self._access.store, handle.slot.name)(state, handle.slot, grad)
 
-    def expect_none_given_away(self) -> None:
-        """Refuse another backward where a gradient was given away: [Note: gradients assigned from gradients].
-
-        The home of such a gradient is for its parameter's next one.
-        """
-        if not self.gradients.present():
-            return
-        others = {c.handle.source: c for c in self._changed() if not c.handle.is_own(c.grad)}
-        for source, (_, handle, grad) in others.items():
-            if isinstance(grad, GradientTensor) and grad.source is not source and grad.source in others:
-                raise StateError(
-                    f"{handle.slot.name}.grad is the gradient of {grad.source.name}, whose memory this backward will "
-                    "overwrite: assign a clone() of it, or call step() before"
-                )
+    def expect_values(self) -> None:
+        """Refuse another backward where a gradient was assigned from another one. Raises StateError."""
+        if self.gradients.present():
+            _expect_values(self._changed())
 
     def _settle_own(self, gradient: RecordGradient, slot: ParamSlot) -> None:
         if slot.index not in gradient.present:
@@ -242,22 +214,15 @@ class SetAside:
         self._handle.source.take_contribution()
 
 
-def _read_assigned(change: Change, given_up: Container[GradientValue]) -> Tensor | None:
-    """Return the value that was assigned; one that is read from a home whose parameter has given it up is worn."""
-    grad = change.grad
-    if not isinstance(grad, GradientTensor):
-        return grad
-    value = grad.read()
-    if grad.source in given_up:
-        with DisableTorchFunctionSubclass():
-            change.handle.param.grad = value
-    return value
-
-
-def _wear_zeros(gradient: RecordGradient, handle: GradientHandle) -> None:
-    """Make the gradient zero, in no graph."""
-    handle.param.grad = handle.tensor
-    gradient.clear(handle.slot)
+def _expect_values(changed: Iterable[Change]) -> None:
+    """Raise StateError for a gradient that stands for another one: [Note: gradients assigned from gradients]."""
+    for _, handle, grad in changed:
+        if isinstance(grad, GradientTensor) and not handle.is_own(grad):
+            form = " in another form" if grad.source is handle.source else ""
+            raise StateError(
+                f"{handle.slot.name}.grad is a gradient that was {grad.source.name}{form}, whose place is needed for "
+                "another one: assign a copy, clone()"
+            )
 
 
 def _zero(grad: Tensor) -> None:

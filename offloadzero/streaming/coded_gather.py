@@ -48,14 +48,9 @@ class CodedGather:
 
     def region_at(self, record: Record, start: int) -> WireRegion | None:
         """Return how the region from element `start` on goes between ranks; None: as it is."""
-        return self._regions_of(record).get(start)
-
-    def _regions_of(self, record: Record) -> dict[int, WireRegion]:
-        regions = self._regions.get(record.index)
-        if regions is None:
-            regions = wire_regions(record, self._config)
-            self._regions[record.index] = regions
-        return regions
+        if record.index not in self._regions:
+            self._regions[record.index] = wire_regions(record, self._config)
+        return self._regions[record.index].get(start)
 
     def gather(
         self,

@@ -26,7 +26,6 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.observe.clock import StepClock
 from offloadzero.ranks.group import Group
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
@@ -47,7 +46,6 @@ class Executor:
         *,
         unit_arena: Arena,
         staging: BufferPool,
-        clock: StepClock,
         group: Group,
         gather: UnitGather,
     ) -> None:
@@ -56,7 +54,6 @@ class Executor:
         self._is_alone = group.is_alone
         self._gather = gather
         self._has_streams = store.accelerator.has_streams
-        self._clock = clock
         # With CUDA backward runs on a thread of autograd's, while the script's own thread may call, too.
         self._lock = threading.RLock()
         self.units = leased_units(records, store)
@@ -70,12 +67,9 @@ class Executor:
             residency=self.residency,
             staging=staging,
             gather=gather,
-            clock=clock,
         )
         self.pins = self.residency.pins  # for reading
-        self.changes = UnitChanges(
-            self.units, self.leases, gather, store, pins=self.pins, clock=clock, lock=self._lock
-        )
+        self.changes = UnitChanges(self.units, self.leases, gather, store, pins=self.pins, lock=self._lock)
         self._spoiled: set[int] = set()  # units in a forward whose lease has other values than their home
         self._num_forwards = 0  # the number of nested forwards of sites
         self._outermost_evaluates = False
@@ -102,7 +96,7 @@ class Executor:
         stream = self._store.accelerator.note_stream() if self._has_streams else None
         if unit.residency is HOME:
             if not unit.updated.done():
-                with self._clock.waiting("update"), self._store.failures.handed_over():
+                with self._store.clock.waiting("update"), self._store.failures.handed_over():
                     order_compute_after(unit.updated)
             self._store.failures.check_readable()
             return
@@ -122,7 +116,7 @@ class Executor:
         begun = None
         if self._has_streams:  # the kind of use on the timeline
             what = "forward" if not guard else "backward" if runs_node else "read"
-            begun = self._clock.begin(what, unit.record.name)
+            begun = self._store.clock.begin(what, unit.record.name)
         residency.begin_use(index, evaluating=evaluating)
         if unit.residency is RELEASED:
             lease = self.leases.lease_on_demand(unit, ends_guards=not guard and not runs_node)
@@ -227,7 +221,7 @@ class Executor:
             raise ConfigError("model", type(wrapper).__name__, allowed)
         if not self.is_evaluating:
             if not self._decided.done():
-                with self._clock.waiting("decision"), self._store.failures.handed_over():
+                with self._store.clock.waiting("decision"), self._store.failures.handed_over():
                     self._decided.wait()
             self._store.failures.check()
 

@@ -259,24 +259,18 @@ skip_frame(_WatchedParameters.__getitem__, with_calls=True, inlined=True)
 class _StateDictHook:
     """A hook of one module's state dict; in a copy of the module it does nothing."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call: Callable[..., None] | None = call
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
 
     def __call__(self, *args: Any) -> None:
         if self._call is not None:
             self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StateDictHook:
-        return _no_hook()
+        return _StateDictHook()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _no_hook, ()
-
-
-def _no_hook() -> _StateDictHook:
-    hook = _StateDictHook(print)
-    hook._call = None
-    return hook
+        return _StateDictHook, ()
 
 
 class ModelHooks:
@@ -419,17 +413,17 @@ class ModelHooks:
         """Push this engine's pair, which hands on to the innermost one; False if that is this engine's already."""
         if self._own_innermost() is not None:
             return False
-        hooks = SavedTensorHooks(
-            self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
-        )
+        hooks = self._new_pair()
         _push(hooks.pack, hooks.unpack)
         return True
 
+    def _new_pair(self) -> SavedTensorHooks:
+        outer = top_saved_tensors_default_hooks(False)
+        return SavedTensorHooks(self._saved_weights, outer, timeline=self.timeline)
+
     def push_input_hooks(self, name: str) -> None:
         """Push the pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
-        others = self._own_innermost() or SavedTensorHooks(
-            self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
-        )
+        others = self._own_innermost() or self._new_pair()
         if others.is_under_foreign or self._activations is None:
             _push(others.pack, others.unpack)
         else:

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.access.parameter import classes_of, keep_view, show_frozen, tensors_over
+from offloadzero.access.parameter import classes_of, keep_view, tensors_over
 from offloadzero.core.torch_private import (
     DisableTorchFunctionSubclass,
     set_data,
@@ -76,9 +76,8 @@ class LayoutViews:
         self._slots = record.slots
         self._dtype, self._num_elements = record.dtype, record.num_elements
         self.placeholders = tuple(placeholder.expand(slot.shape) for slot in record.slots)
-        self.weights: dict[
-            tuple[Any, ...], WeightView
-        ] = {}  # the forms that autograd saves, made by `new_weight`
+        # The forms that autograd saves, made by `new_weight`.
+        self.weights: dict[tuple[Any, ...], WeightView] = {}
         self._at: dict[int, UnitViews] = {}
 
     def in_lease(self, lease: Lease) -> UnitViews:
@@ -165,9 +164,7 @@ class LeasedUnit:
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
     edits: int = 0  # counts the user's writes, in the same way for frozen weights
     shown_at: int = -1  # the address to which the parameters point; 0: placeholders; -1: various
-    gathered: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # by slot: the memory it has for the script
+    gathered: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot: its memory for the script
     versions: tuple[int, ...] = ()  # the parameters' versions when their module's forward began
 
     def __post_init__(self) -> None:
@@ -309,20 +306,15 @@ class LeasedUnit:
         Raises StateError where something that is no Python tensor holds it.
         """
         for tensor in views.holders():
-            self._keep(tensor, views)
-        if views.num_holders() and show_frozen():
-            for tensor in views.holders():
-                self._keep(tensor, views)
+            byte_offset = tensor.data_ptr() - views.flat.data_ptr()
+            place = self.place_at(byte_offset)
+            keep_view(tensor, self.params[place], byte_offset - self._starts[place])
         if views.num_holders():
             raise StateError(
-                f"{self.record.name}: something that is no Python tensor keeps a view of its weights, which leave the "
-                f"device ({', '.join(slot.name for slot in self.record.slots)}): keep a clone()"
+                f"{self.record.name}: something that is no Python tensor (or was hidden by gc.freeze()) keeps a view "
+                f"of its weights, which leave the device ({', '.join(slot.name for slot in self.record.slots)}): keep "
+                "a clone()"
             )
-
-    def _keep(self, tensor: torch.Tensor, views: UnitViews) -> None:
-        byte_offset = tensor.data_ptr() - views.flat.data_ptr()
-        place = self.place_at(byte_offset)
-        keep_view(tensor, self.params[place], byte_offset - self._starts[place])
 
     def gather(self, place: int, value: torch.Tensor) -> None:
         """Make the parameter of slot `place` an ordinary one with memory of its own."""

@@ -68,9 +68,8 @@ class SavedWeights:
         Raises StateError where no unit lies there any more.
         """
         unit = self._units[self._residency.current]  # most likely
-        if (
-            not 0 <= address - unit.address < unit.num_bytes
-        ):  # not `unit.holds(address)`, which takes twice as long
+        # Not `unit.holds(address)`, which takes twice as long.
+        if not 0 <= address - unit.address < unit.num_bytes:
             unit = self._unit_at(address)
         views = unit.layout_views
         key = (address - unit.address, tensor.dtype, tensor.shape, tensor.stride())

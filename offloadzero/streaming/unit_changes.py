@@ -13,7 +13,6 @@ from offloadzero.errors import StateError
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import HOME, RELEASED, LeasedUnit
 from offloadzero.streaming.unit_gather import UnitGather
 from offloadzero.streaming.unit_leases import UnitLeases
@@ -30,7 +29,6 @@ class UnitChanges:
         store: TieredStore,
         *,
         pins: Sequence[int],
-        clock: StepClock,
         lock: threading.RLock,
     ) -> None:
         """Make the changes of `units`.
@@ -44,7 +42,6 @@ class UnitChanges:
         self._gather = gather
         self._store = store
         self._pins = pins
-        self._clock = clock
         self._lock = lock
         self._homes = [unit for unit in units if unit.residency is HOME]
         self._updated_early: set[int] = set()  # units updated by this step's backward
@@ -63,7 +60,7 @@ class UnitChanges:
 
     def wait_updates(self) -> None:
         """Block until every update is home."""
-        with self._clock.waiting("synchronize"), self._store.failures.handed_over():
+        with self._store.clock.waiting("synchronize"), self._store.failures.handed_over():
             for unit in self._units:
                 unit.updated.wait()
         self._store.failures.check_readable()
@@ -72,7 +69,7 @@ class UnitChanges:
         """Wait for updates of resident weights that scripts keep views of: step() returns with them done."""
         for unit in self._homes:
             if not unit.updated.done() and unit.stays_kept():
-                with self._clock.waiting("update"), self._store.failures.handed_over():
+                with self._store.clock.waiting("update"), self._store.failures.handed_over():
                     order_compute_after(unit.updated)
 
     def wait_updatable(self, index: int) -> None:

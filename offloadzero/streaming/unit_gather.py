@@ -51,9 +51,8 @@ class HpzCopies:
         self._accelerator = accelerator
         self._memory = memory
         self._weights = weights
-        self._generations: dict[
-            int, int
-        ] = {}  # by record: of the weights that the copy has, or is about to get
+        # By record: of the weights that the copy has, or is about to get.
+        self._generations: dict[int, int] = {}
 
     def is_current(self, unit: LeasedUnit) -> bool:
         """Return whether the copy has the unit's weights, once all fetches have run that were submitted so far."""

@@ -24,7 +24,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY
 from offloadzero.memory.transfer import Fetcher, FileWay, Staging
-from offloadzero.observe.clock import Mark, StepClock
+from offloadzero.observe.clock import Mark
 from offloadzero.schedule.prefetch import Evict, Move
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
@@ -44,7 +44,6 @@ class UnitLeases:
         residency: ResidencyPolicy,
         staging: BufferPool,
         gather: UnitGather,
-        clock: StepClock,
     ) -> None:
         """Take the `arena`, the part of the device's memory from which the leases are cut; make the fetching threads.
 
@@ -55,7 +54,6 @@ class UnitLeases:
         self.arena = arena
         self._residency = residency
         self._gather = gather
-        self._clock = clock
         self._lane = store.accelerator.lane("fetch", store.failures)
         self._fetcher = Fetcher(
             store, lane=self._lane, files=FileWay(Lane("stage", store.failures), Staging(staging))
@@ -134,7 +132,7 @@ class UnitLeases:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
         if not unit.fetched.done():
-            with self._store.failures.handed_over(), self._clock.waiting("fetch", since=since):
+            with self._store.failures.handed_over(), self._store.clock.waiting("fetch", since=since):
                 unit.fetched.order_compute()
         self._store.failures.check_readable()  # a failed ticket counts as done
         unit.arrive(stream)
@@ -146,7 +144,7 @@ class UnitLeases:
         if self._residency.pins[unit.record.index]:
             raise StateError(f"{unit.record.name} is updated while its module is in its forward")
         if unit.residency is FETCHING and unit.fetched is not None and not unit.fetched.done():
-            with self._clock.waiting("fetch"), self._store.failures.handed_over():
+            with self._store.clock.waiting("fetch"), self._store.failures.handed_over():
                 unit.fetched.wait()
 
     def release(self, unit: LeasedUnit) -> None:
@@ -198,11 +196,11 @@ class UnitLeases:
         if record.is_gathered:
             memory = self._store.accelerator.allocate(record.num_elements * record.dtype.itemsize)
             target = memory.view(record.dtype)
-            with self._clock.waiting("fetch"), self._store.failures.handed_over():
+            with self._store.clock.waiting("fetch"), self._store.failures.handed_over():
                 self.submit(unit, target).order_compute()
             return target
         home = torch.empty(record.num_elements, dtype=record.dtype, device="cpu")
-        with self._clock.waiting("fetch"), self._store.failures.handed_over():
+        with self._store.clock.waiting("fetch"), self._store.failures.handed_over():
             unit.updated.wait()
             self._store.read(unit.home, home, priority=FETCH_PRIORITY).wait()
         return home.to(self._store.accelerator.device)

@@ -14,6 +14,7 @@ import offloadzero
 from offloadzero.errors import CheckpointError
 from tests.support.checkpoints import train
 from tests.support.faults import delays, fails
+from tests.support.tiny import run_script
 
 TWO_PLACES: dict[
     str, tuple[float, dict[str, Any]]
@@ -94,6 +95,26 @@ def test_an_error_is_told_by_the_next_save_and_training_goes_on(
     engine = training(engine_of, tmp_path / "b", "versions")
     assert train(engine, 2) == before
     assert train(engine, 2, first=2) == after
+
+
+def test_an_error_that_no_call_has_raised_is_the_scripts_exit_status(tmp_path: Path) -> None:
+    script = """
+        import sys
+        from tests.durable.runs import KINDS, make, train_step
+        from tests.support.faults import fails
+        engine = make(KINDS["nvme"], sys.argv[1], durable=False)
+        train_step(engine, KINDS["nvme"], 0)
+        with fails("checkpoint.commit", OSError(28, "No space left on device")):
+            engine.save_checkpoint(sys.argv[1] + "/saved", wait=False)
+            engine._checkpoints.background._written.wait()
+        train_step(engine, KINDS["nvme"], 1)
+        print("the end")
+    """
+    done = run_script(script, tmp_path)
+    assert (done.returncode, done.stdout) == (1, "the end\n")
+    assert done.stderr.count("CheckpointError: ") == 1
+    assert "saved: No space left on device: nothing was saved" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]  # the swap files are gone
 
 
 def test_trials_go_on_behind_it(engine_of: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.cli.main import FAILURE, UNREAD
+from offloadzero.cli.main import FAILURE, UNREAD, main
 from tests.cli.test_report import step_record, write_run
 from tests.support.tiny import REPOSITORY, script_environment
 from tests.support.warm import WarmProcess, run_warm
@@ -93,3 +94,8 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "run-\\udcff-\\xfc" in done.stdout
+
+
+def test_a_result_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMANDS["bench adam"], "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_rounds"] == 1

@@ -16,7 +16,7 @@ import offloadzero
 from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import Loop, plan_model
+from offloadzero.engine.planned_model import Loop, ModelPlanner
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.engine_plan import ENOUGH
@@ -91,7 +91,7 @@ def test_the_plan_is_the_engines(name: str, tmp_path: Path) -> None:
     for model, build in {**MODELS, "partly frozen": build_frozen}.items():
         config = config_of(name, tmp_path, model)
         source = ModelSource(model, build)
-        found = plan_model(source.on_meta(), load_config(config), available=PLENTY)
+        found = ModelPlanner(source.on_meta()).plan(load_config(config), available=PLENTY)
         assert all(
             param.is_meta for record in found.records for param in (slot.param for slot in record.slots)
         )
@@ -125,8 +125,8 @@ def expect_tiers(planned: Callable[[TierName], int], runtime: Any) -> None:
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_plain_loop_keeps_its_gradients(clipping: float, tmp_path: Path) -> None:
     config = settings(tmp_path, placement="host", gradient_clipping=clipping)
-    found = plan_model(
-        ModelSource("", TinyModel).on_meta(), load_config(config), loop=Loop.OFFLOAD, available=PLENTY
+    found = ModelPlanner(ModelSource("", TinyModel).on_meta()).plan(
+        load_config(config), loop=Loop.OFFLOAD, available=PLENTY
     )
     model = TinyModel()
     _, optimizer = offloadzero.offload(model, torch.optim.AdamW(model.parameters()), config)
@@ -144,7 +144,7 @@ def test_what_the_engine_refuses_the_plan_refuses_in_the_same_words() -> None:
     }
     for config in refused.values():
         with pytest.raises((BudgetError, ConfigError)) as planned:
-            plan_model(ModelSource("", TinyModel).on_meta(), load_config(config), available=PLENTY)
+            ModelPlanner(ModelSource("", TinyModel).on_meta()).plan(load_config(config), available=PLENTY)
         with pytest.raises((BudgetError, ConfigError)) as built:
             offloadzero.initialize(model=TinyModel(), config=config)
         # Besides, the engine names budgets that are enough, the command the smallest change of all.
@@ -196,7 +196,7 @@ def test_a_config_of_transformers(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         theirs = read_model(str(path)).on_meta()
         settled = load_config(settings(tmp_path))
-        plans = [plan_model(model, settled, available=PLENTY).plan for model in (theirs, ours)]
+        plans = [ModelPlanner(model).plan(settled, available=PLENTY).plan for model in (theirs, ours)]
         assert plans[0] == plans[1]
 
 
@@ -223,7 +223,7 @@ def test_a_config_of_four_bits(kept: list[str] | None, doubled: bool, tmp_path: 
     tables = len(matrices) * (16 * 4 + doubled * (256 * 4 + 4 + 4))  # and the second scale, and the offset
     assert attached_bytes(model) == scales + tables
     adapted = replace(read_model(str(tmp_path)), adapter_rank=2).on_meta()
-    found = plan_model(adapted, load_config(settings(tmp_path, placement="host")), available=PLENTY)
+    found = ModelPlanner(adapted).plan(load_config(settings(tmp_path, placement="host")), available=PLENTY)
     frozen = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 101 * 64 + 3 * 64
     assert found.num_parameters == frozen + found.num_trainable
 
@@ -255,7 +255,7 @@ def test_adapters_are_those_of_peft(model: str, tmp_path: Path) -> None:
     adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules="all-linear"))
     ours = replace(read_model(str(tmp_path)), adapter_rank=4).on_meta()
     config = settings(tmp_path, placement="host")
-    found = plan_model(ours, load_config(config), available=PLENTY)
+    found = ModelPlanner(ours).plan(load_config(config), available=PLENTY)
     assert found.num_trainable == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     engine, *_ = offloadzero.initialize(model=adapted, config=config)
     try:
@@ -281,7 +281,7 @@ def test_the_class_is_the_one_that_a_config_of_transformers_names(tmp_path: Path
         config.architectures = [name]
         config.save_pretrained(tmp_path)
         settled = load_config(settings(tmp_path))
-        found = plan_model(read_model(str(tmp_path)).on_meta(), settled, available=PLENTY)
+        found = ModelPlanner(read_model(str(tmp_path)).on_meta()).plan(settled, available=PLENTY)
         real = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
         assert found.class_name == name
         assert found.num_parameters == sum(param.numel() for param in real.parameters())

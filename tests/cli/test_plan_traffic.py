@@ -16,7 +16,7 @@ import offloadzero
 from offloadzero.cli.plan.answer import step_of
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model, uses_of
+from offloadzero.engine.planned_model import ModelPlanner, uses_of
 from offloadzero.errors import BudgetError
 from offloadzero.observe.timeline import COMPUTE, D2H, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planning.engine_plan import with_keys
@@ -48,7 +48,7 @@ LEASES = {
 
 
 def forecast(build: Callable[[], nn.Module], config: dict[str, Any]) -> StepTraffic:
-    found = plan_model(ModelSource("", build).on_meta(), load_config(config), available=PLENTY)
+    found = ModelPlanner(ModelSource("", build).on_meta()).plan(load_config(config), available=PLENTY)
     return plan_step(found.records, found.plan, found.config, uses=uses_of(found.cut), trace=None).traffic
 
 
@@ -165,7 +165,9 @@ def test_a_step_fetches_in_the_simulated_order(
             "zero_optimization": {"stage3_max_live_parameters": num_live},
         },
     )
-    planned = plan_model(ModelSource("", models.Stack).on_meta(), load_config(config), available=PLENTY)
+    planned = ModelPlanner(ModelSource("", models.Stack).on_meta()).plan(
+        load_config(config), available=PLENTY
+    )
     work = work_of_step(planned.records, planned.plan, planned.config, uses=uses_of(planned.cut))
     simulated = [planned.records[unit].index for _, unit in work.fetches(num_micro)]
     log: list[tuple[bool, int]] = []  # whether it is a use, and of which unit

@@ -191,6 +191,13 @@ class Images:
                 name = re.sub(r"^\.|\.[0-9a-f]+\.partial$", "", Path(path).parent.name)
                 self._step_of[number_of(Path(name))] = json.loads(data)["global_steps"]
 
+    def moment_of_commit(self, *, is_named: bool) -> int:
+        """The moment before the first commit gets its name, or `is_named`: when that is made to last."""
+        number = next(
+            i for i, event in enumerate(self._events) if event[0] == "rename" and number_of(Path(event[2]))
+        )
+        return self._events.index(("sync directory", RUN), number) + 1 if is_named else number
+
     def make(self, target: Path, moment: int, draw: random.Random) -> tuple[int, int]:
         """Make an image of the moment before event `moment`. Returns the oldest and the newest step it may have."""
         tree = _load(self._base)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
 import shutil
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from offloadzero.api.checkpoints import EngineCheckpoints
 from offloadzero.checkpoint import partial as partial_folders
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.update.commits import Commits
@@ -35,6 +38,7 @@ class Case:
     first: int
     num_images: int
     planted: str = ""  # a bug of the package, by name
+    moments: str = "any"  # or "unnamed": before the first commit gets its name; "named": when that lasts
 
 
 def _plant(name: str) -> None:
@@ -43,10 +47,29 @@ def _plant(name: str) -> None:
         NvmeTier.sync = lambda _: None  # type: ignore[method-assign]
     elif name == "updates before the commit":
         Commits.after = lambda _, update: update  # type: ignore[method-assign]
+        _let_updates_come_first()
     elif name == "present place written":
         Record.makes_next_version = False  # type: ignore[assignment, method-assign]
     elif name == "no fsync of names":
         partial_folders.sync_directory = lambda _: None
+
+
+def _let_updates_come_first() -> None:
+    """Have the first commit wait for the updates of the next step, as on a slow drive."""
+    commit, sync = EngineCheckpoints.commit, NvmeTier.sync
+    numbers, is_updated = itertools.count(), threading.Event()
+
+    def commit_updated(checkpoints: EngineCheckpoints, *given: Any) -> None:
+        checkpoints._runtime.synchronize()
+        if next(numbers):
+            is_updated.set()
+        commit(checkpoints, *given)
+
+    def sync_late(tier: NvmeTier) -> None:
+        assert is_updated.wait(30)
+        sync(tier)
+
+    EngineCheckpoints.commit, NvmeTier.sync = commit_updated, sync_late  # type: ignore[method-assign]
 
 
 def train_to(case: Case, directory: Path, stop: int) -> None:
@@ -89,11 +112,14 @@ def run_case(case: Case) -> dict[str, Any]:
     events = pickle.loads(trace.read_bytes())
     swap_bytes = (run / SWAP).stat().st_size if (run / SWAP).exists() else 0
     images, draw = Images(base, events, swap_bytes=swap_bytes), random.Random(case.seed)
+    moments: Sequence[int] = range(1, len(events) + 1)
+    if case.moments != "any":
+        moments = [images.moment_of_commit(is_named=case.moments == "named")]
     wrong: list[str] = []
     steps: Counter[int] = Counter()
     for number in range(case.num_images):
         image = top / f"image {number}"
-        moment = draw.randint(1, len(events))
+        moment = draw.choice(moments)
         oldest, newest = images.make(image, moment, draw)
         (top / "log-0").unlink(missing_ok=True)
         codes = run_children(1, top, partial(look, case, image))

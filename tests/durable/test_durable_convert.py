@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from tests.durable.runs import KINDS, MIXED, SAVED, Kind, digest, make, train_step
 from tests.support.checkpoints import bits, contents
 from tests.support.ranks import run_ranks
-from tests.support.tiny import run_script
+from tests.support.tiny import run_script, small_disk
 
 RUN = "offloadzero-durable-rank0"
 FP32 = {"bf16": {"enabled": False}}
@@ -173,6 +175,28 @@ def test_a_run_that_is_at_work_is_refused(tmp_path: Path, capsys: pytest.Capture
     engine.close()
     assert convert(tmp_path, tmp_path / "out") == 0
     make(KINDS["nvme"], tmp_path).close()  # the run is free again
+
+
+def test_a_drive_that_has_become_read_only_is_read(tmp_path: Path) -> None:
+    """As after an error of the drive."""
+    with small_disk(tmp_path / "disk", size="8m") as disk:
+        save_steps(0, KINDS["nvme"], str(disk), 3)
+        time.sleep(0.5)  # the kernel closes what an io_uring held some moments after its end
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        expect_same(disk, tmp_path / "out", 3)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        make(KINDS["nvme"], disk).close()
+
+
+def test_one_commit_is_refused_with_the_directory_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_steps(0, KINDS["nvme"], str(tmp_path / "run"), 1)
+    commit = tmp_path / "run" / RUN / "commit-1"
+    assert convert(commit, tmp_path / "out") == USER_ERROR
+    expected = f"SRC = '{commit}': {tmp_path / 'run'}, the directory of the run of which this is one commit"
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_its_frozen_weights_becomes_no_folder(

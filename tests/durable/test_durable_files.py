@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import offloadzero
 from offloadzero import AioError, CheckpointError, ConfigError, StateError
 from offloadzero.memory.swap_file import read_kept_mark
-from tests.durable.runs import KINDS, MIXED, Kind, digest, make, train_step
+from tests.durable.runs import KINDS, MIXED, Kind, Net, config_of, digest, make, train_step
 from tests.support.ranks import run_ranks
 from tests.support.tiny import small_disk, start_script
 
@@ -154,14 +156,18 @@ OTHERS: dict[str, tuple[Kind, str]] = {
     ),
     "model": (Kind(is_adapter=True), "differs from this script in parameters of"),
     "layout of states": (Kind(own={"state_layout": "compact"}), "differs from this script in segments of"),
+    "larger model": (Kind(num_ranks=2), "differs from this script in parameters of"),
 }
 
 
 def test_a_run_of_another_model_or_configuration_is_refused_and_stays(tmp_path: Path) -> None:
     found = begin(tmp_path)
+    swap = tmp_path / f"{RUN}.bin"
+    num_bytes = swap.stat().st_size
     for other, said in OTHERS.values():
         with pytest.raises(CheckpointError, match=f"commit-2: the durable run in this directory {said}"):
             make(other, tmp_path)
+        assert swap.stat().st_size == num_bytes
     engine = make(Kind(top={"scheduler": None}), tmp_path)
     with pytest.raises(
         CheckpointError, match="saved with WarmupLR, the engine has no schedule: a durable run goes on"
@@ -184,6 +190,26 @@ def test_directories_in_another_order_do_not_begin_anew(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has files in 2 directories, and nvme_path names 1"):
         make(Kind(own={"nvme_path": [first]}), tmp_path)
     expect_at(tmp_path, 2, found, in_order)
+
+
+def test_a_buffer_that_no_commit_keeps_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = Net(31)
+    model.register_buffer("frequencies", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"frequencies has dtype torch\.complex128, which safetensors"):
+        offloadzero.initialize(model=model, config=config_of(NVME, tmp_path))
+    assert begin(tmp_path) == begin(tmp_path)
+
+
+def test_commits_of_ranks_that_are_elsewhere_now_do_not_begin_anew(tmp_path: Path) -> None:
+    found = begin(tmp_path)
+    for there, here in ((RUN, "offloadzero-durable-rank4"), ("offloadzero-durable-rank4", RUN)):
+        if here == RUN:
+            with pytest.raises(CheckpointError, match=r"durable-rank4.* none is of a rank that is here now"):
+                make(NVME, tmp_path)
+            shutil.rmtree(tmp_path / RUN)
+        (tmp_path / there).rename(tmp_path / here)
+        (tmp_path / f"{there}.bin").rename(tmp_path / f"{here}.bin")
+    expect_at(tmp_path, 2, found)
 
 
 def test_a_copy_of_the_directory_is_a_run_of_its_own(tmp_path: Path) -> None:
@@ -272,6 +298,8 @@ def test_training_without_resume_is_refused_where_a_run_is_found(tmp_path: Path)
         match=r"durable run in .*commit-2, which ended after step 2: call engine\.resume\(\) to continue it",
     ):
         train_step(engine, NVME, 0)
+    with pytest.raises(StateError, match=r"save_checkpoint\(\): .*commit-2, which ended after step 2"):
+        engine.save_checkpoint(tmp_path / "saved")  # its counters would be those of no step
     engine.close()
     expect_at(tmp_path, 2, found)
 

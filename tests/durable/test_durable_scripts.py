@@ -115,6 +115,26 @@ def test_a_commit_that_fails_stops_the_run_and_the_one_before_is_whole(point: Po
     assert expected[0] == 3
 
 
+def test_a_batch_size_that_the_script_has_set_comes_back(tmp_path: Path) -> None:
+    """With the samples that were counted: the next process reads another one in the configuration."""
+    kind, ends = KINDS["accumulation"], []
+    for name, is_continued in (("whole", False), ("continued", True)):
+        engine = ran(tmp_path / name, kind)
+        assert engine.global_samples == 2 * 2 * 3
+        engine.set_train_batch_size(4)
+        train_step(engine, kind, 2)
+        if is_continued:
+            engine.close()
+            engine = make(kind, tmp_path / name)
+            engine.resume()
+        assert (engine.get_batch_info(), engine.global_samples) == ((4, 2, 2), 16)
+        train_step(engine, kind, 3)
+        ends.append((engine.global_samples, digest(engine)))
+        engine.close()
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 20
+
+
 def test_steps_are_those_of_the_engine(tmp_path: Path) -> None:
     engine = ran(tmp_path)
     loss = engine(torch.zeros(2, 5, dtype=torch.int64), uses_rare=False)

@@ -410,7 +410,7 @@ def test_gradients_dropped_before_the_boundary_are_told(caplog: pytest.LogCaptur
     )
 
 
-def test_setting_the_train_batch_size() -> None:
+def test_setting_the_train_batch_size(tmp_path: Path) -> None:
     """Windows of 2, then 3, then 1 micro batches: the losses of plain torch with the same windows."""
     model = make_model()
     expected = accumulate(
@@ -429,6 +429,14 @@ def test_setting_the_train_batch_size() -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
     engine.set_train_micro_batch_size(5)
     assert engine.get_batch_info() == (5, 5, 1)
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    # As in DeepSpeed a checkpoint has the samples, and the configuration the batch size.
+    engine = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
+    engine.load_checkpoint(tmp_path)
+    assert (engine.get_batch_info(), engine.global_samples) == ((4, 2, 2), 24)
+    train(engine, num_steps=2, first_seed=12)
+    assert engine.global_samples == 28
     engine.close()
 
 

@@ -335,6 +335,31 @@ def test_an_exit_waits_for_what_was_collected(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_an_engine_that_is_dropped_when_python_starts_no_more_threads_is_closed(tmp_path: Path) -> None:
+    """As Python 3.12 does from the end of the main thread on: in what a script has given to atexit, say."""
+    script = """
+        import atexit, gc, sys
+        from offloadzero.engine import lifetime
+        from tests.support.tiny import make_engine, settings, train
+        engine = make_engine(settings(sys.argv[1]))
+        train(engine, num_steps=1)
+
+        class NoThreads:
+            def start_new_thread(*_):
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        @atexit.register
+        def drop():
+            global engine
+            lifetime._thread = NoThreads()
+            del engine
+            gc.collect()
+    """
+    done = run_script(script, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(("method", "failure"), [("spawn", "ValueError('of the script')"), ("fork", None)])
 def test_an_engine_of_a_child_of_multiprocessing_is_closed_at_its_end(
     method: str, failure: str | None, tmp_path: Path

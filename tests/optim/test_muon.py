@@ -18,7 +18,7 @@ from offloadzero.arithmetic import device_math
 from offloadzero.config import load_config
 from offloadzero.config.schema import MeshConfig
 from offloadzero.core.segments import SegmentKind, TierName
-from offloadzero.engine.planned_model import plan_model
+from offloadzero.engine.planned_model import ModelPlanner
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.ranks.shard import ShardSpec
 from offloadzero.update.records import all_ranges, make_record
@@ -324,7 +324,7 @@ def test_state_dicts_go_to_torch_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["device", "host", "nvme"])
 def test_the_plan_is_what_the_engine_reserves(placement: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, placement, bf16={"enabled": True}, **MUON_BLOCK)
-    planned = plan_model(matrices(mixed=True), load_config(config), available={}).plan
+    planned = ModelPlanner(matrices(mixed=True)).plan(load_config(config), available={}).plan
     engine, optimizer, *_ = offloadzero.initialize(model=matrices(mixed=True), config=config)
     reserved = optimizer.reserved_bytes()
     assert {tier.value: planned.tier_bytes(tier) for tier in TierName} == reserved

@@ -500,7 +500,7 @@ def test_it_is_the_one_that_a_search_of_all_finds(moves: list[tuple[int, int]], 
     added = list(accumulate((more for _, more in moves), initial=0))
     sizes = [800 - less + more for less, more in zip(freed, added, strict=True)]
     fitting = [number for number, size in enumerate(sizes) if size <= enough]
-    expected = fitting[0] if fitting else sizes.index(min(sizes))
+    expected = fitting[0] if fitting else len(moves) * (sizes[-1] < sizes[0])
     assert first_enough(sizes.__getitem__, freed, enough) == expected
 
 
@@ -516,7 +516,7 @@ def test_equal_units_take_a_few_plans_whether_or_not_they_fit() -> None:
     assert len(asked) <= 3
     asked.clear()
     assert first_enough(size_after, freed, 9_000) == 10_000
-    assert len(asked) <= 30
+    assert len(asked) <= 4
 
 
 # --- when the update may run ---

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model, uses_of
+from offloadzero.engine.planned_model import ModelPlanner, uses_of
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
     COMPUTE,
@@ -216,7 +216,7 @@ def step_of(placement: str, clipping: float, num_micro: int, num_blocks: int = 3
     source = settings("/tmp", placement=PLACEMENTS[placement], gradient_accumulation_steps=num_micro)
     config = load_config(source | {"gradient_clipping": clipping})
     model = read_model(f"llama:64/{num_blocks}/4/101").on_meta()
-    found = plan_model(model, config, available={TierName.HOST: 1 << 50})
+    found = ModelPlanner(model).plan(config, available={TierName.HOST: 1 << 50})
     return plan_step(found.records, found.plan, found.config, uses=uses_of(found.cut), trace=TRACE)
 
 
@@ -326,7 +326,7 @@ def test_a_lane_that_dominates_is_the_bound_where_fetches_are_deep(slow: str, cl
 def test_shares_of_operations_are_those_of_parameters() -> None:
     source = read_model("gpt:64/3/4/101")
     config = load_config(settings("/tmp", placement="host"))
-    found = plan_model(source.on_meta(), config, available={TierName.HOST: 1 << 50})
+    found = ModelPlanner(source.on_meta()).plan(config, available={TierName.HOST: 1 << 50})
     work = work_of_step(found.records, found.plan, found.config, uses=uses_of(found.cut))
     for uses in (work.forward, work.backward):
         assert sum(use.share for use in uses) == pytest.approx(1)

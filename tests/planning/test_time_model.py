@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model, uses_of
+from offloadzero.engine.planned_model import ModelPlanner, uses_of
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import PYTHON
 from offloadzero.observe.timeline import (
@@ -70,7 +70,7 @@ TRACE = MicroBatchTrace(
 def traffic_of(model: str, **keys: Any) -> tuple[int, StepTraffic]:
     source = read_model(model)
     config = load_config(settings("/tmp", **keys))
-    found = plan_model(source.on_meta(), config, available={TierName.HOST: 1 << 50})
+    found = ModelPlanner(source.on_meta()).plan(config, available={TierName.HOST: 1 << 50})
     return found.num_parameters, plan_step(
         found.records, found.plan, found.config, uses=uses_of(found.cut), trace=None
     ).traffic
@@ -387,6 +387,6 @@ def test_what_a_planned_step_has_left(
 ) -> None:
     config = load_config({**keys, "offloadzero": {"placement": "host", **own}})
     model = read_model("llama:64/2/4/101").on_meta()
-    found = plan_model(model, config, available={TierName.HOST: 1 << 50})
+    found = ModelPlanner(model).plan(config, available={TierName.HOST: 1 << 50})
     step = plan_step(found.records, found.plan, found.config, uses=uses_of(found.cut), trace=TRACE)
     assert (step.can_be_compact, step.homes_by_budget) == expected

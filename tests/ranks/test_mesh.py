@@ -19,7 +19,7 @@ from offloadzero import zero
 from offloadzero.config import load_config
 from offloadzero.config.schema import MeshConfig
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model
+from offloadzero.engine.planned_model import ModelPlanner
 from offloadzero.errors import ConfigError
 from offloadzero.ranks.mesh import (
     MeshGroups,
@@ -248,7 +248,7 @@ def test_a_plan_is_of_no_mesh(tmp_path: Path) -> None:
     partitioned = partitioned_config(tmp_path, tier="host", input_bytes=16384)
     whole = {key: value for key, value in partitioned.items() if key != "activation_checkpointing"}
     plans = [
-        plan_model(model, load_config(config, world_size=2), available={TierName.HOST: 1 << 30})
+        ModelPlanner(model).plan(load_config(config, world_size=2), available={TierName.HOST: 1 << 30})
         for config in (partitioned, whole)
     ]
     assert plans[0].plan.inputs == plans[1].plan.inputs

@@ -14,7 +14,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.config import load_config
-from offloadzero.engine.planned_model import plan_model, uses_of
+from offloadzero.engine.planned_model import ModelPlanner, uses_of
 from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, WAIT
 from offloadzero.planning.model.shapes import ModelSource
@@ -105,7 +105,7 @@ def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def forecast(case: str) -> StepTraffic:
     config = load_config(config_of(case, "/tmp"), world_size=NUM_RANKS)
-    found = plan_model(ModelSource("", build).on_meta(), config, available=PLENTY)
+    found = ModelPlanner(ModelSource("", build).on_meta()).plan(config, available=PLENTY)
     num_local = CASES[case][-1]
     return plan_step(
         found.records,

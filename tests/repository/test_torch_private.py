@@ -138,8 +138,8 @@ def test_the_set_up_asks_for_the_versions_that_work() -> None:
     assert its_version in torch_private.TESTED_TORCH
     tested = ", ".join(torch_private.TESTED_TORCH[:-1]) + " and " + torch_private.TESTED_TORCH[-1]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"if it is {version} or later (tested with {tested};" in readme
-    assert f"otherwise they install `{installed}`" in readme
+    assert f"it must be {version} or later (tested with {tested})" in readme
+    assert f"or install `{installed}`" in readme
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= torch_private.MINIMUM_TORCH
 
 

@@ -15,7 +15,7 @@ import transformers
 import offloadzero
 from offloadzero.config import load_config
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model
+from offloadzero.engine.planned_model import ModelPlanner
 from offloadzero.errors import ConfigError
 from offloadzero.planning.model.shapes import read_model
 from offloadzero.streaming.building.coded_parameters import attached_bytes
@@ -240,7 +240,7 @@ def test_the_plan_knows_the_bytes_of_four_bits(kind: str, folder: Path, tmp_path
     adapters = peft_itself().LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft_itself().get_peft_model(base, adapters)
     config = settings(tmp_path, placement="host")
-    found = plan_model(ours, load_config(config), available={TierName.HOST: 1 << 40})
+    found = ModelPlanner(ours).plan(load_config(config), available={TierName.HOST: 1 << 40})
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     assert found.buffer_bytes == buffers + attached_bytes(model)
     engine = offloadzero.initialize(model=model, config=config)[0]

@@ -228,13 +228,19 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("last", ["model.safetensors", "model.safetensors.index.json"])
 def test_of_two_models_in_a_folder_the_last_one_stays(last: str, tmp_path: Path) -> None:
     """A save in shards into the folder of an earlier run: from_pretrained would take the one file."""
-    from offloadzero.integrations.transformers import _remove_older
+    from offloadzero.integrations.transformers import _models_in, _remove_older
 
     names = ["model.safetensors", "model.safetensors.index.json"]
-    for number, name in enumerate(sorted(names, key=lambda name: name == last)):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, ns=(number, number))
-    _remove_older(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [last]
-    _remove_older(tmp_path)
+    for name in names:
+        if name != last:
+            (tmp_path / name).touch()
+            os.utime(tmp_path / name, ns=(2**62, 2**62))  # by a clock that is ahead
+    before = _models_in(tmp_path)
+    (tmp_path / last).touch()
+    for _ in range(2):
+        _remove_older(before, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [last]
+        before = _models_in(tmp_path)
+    (tmp_path / last).write_text("once more")
+    _remove_older(before, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [last]

@@ -168,7 +168,7 @@ def steps_in_plain_form(trace: Trace, directory: Path, placement: str) -> None:
                 model(tokens(2 * step + micro)).backward()
             clip(model)
             up, down = model.blocks[0].up.weight, model.blocks[1].up.weight
-            up.grad, down.grad = down.grad, up.grad
+            up.grad, down.grad = down.grad.clone(), up.grad.clone()
             model.blocks[2].down.bias.grad = None
             model.norm.weight.grad = torch.ones_like(model.norm.weight)
             optimizer.step()

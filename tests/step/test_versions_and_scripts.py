@@ -62,7 +62,7 @@ def assign(make: Callable[[Tensor], Tensor | None]) -> Edit:
 
 def swap(run: Run) -> None:
     one, other = param(run), param(run, "blocks.2.up.weight")
-    one.grad, other.grad = other.grad, one.grad
+    one.grad, other.grad = other.grad.clone(), one.grad.clone()
 
 
 def write_weight(run: Run) -> None:

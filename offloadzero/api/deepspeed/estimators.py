@@ -20,7 +20,7 @@ from torch import nn
 from offloadzero.config import load_config
 from offloadzero.config.readers import read_float, read_int
 from offloadzero.core.segments import TierName
-from offloadzero.engine.planned_model import plan_model
+from offloadzero.engine.planned_model import ModelPlanner
 from offloadzero.engine.runtime import runtime_of
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.device import find_device
@@ -202,8 +202,7 @@ def _estimate(model: nn.Module, stage: int, *, num_local: int, num_nodes: int, n
     }
     planned = [
         # What there is matters to "auto" alone, which no row has.
-        plan_model(
-            model,
+        ModelPlanner(model).plan(
             replace(load_config(source, world_size=num_local * num_nodes), versions=False),  # what is needed
             available={},
             form=form,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+
+from offloadzero.errors import nearest
 
 _NOT_BUILT = "not built"
 _PIPELINE = "pipeline parallelism is not built: call engine(...), backward(loss) and step()"
@@ -79,9 +80,8 @@ def no_attribute(
 ) -> AttributeError:
     """An AttributeError that names the owner, and what to do instead or the nearest known name."""
     text = f"{owner} has no attribute {name!r}{note}"
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     if name in reasons:
         text += f": {reasons[name]}"
-    elif near:
+    elif near := nearest(name, known, cutoff=0.6):
         text += f" (did you mean {near[0]!r}?)"
     return AttributeError(text, name=name)

@@ -18,7 +18,7 @@ import torch
 from offloadzero.checkpoint.convert.stored_model import Entry, OnBytes, StoredModel, divided, tensors_of
 from offloadzero.checkpoint.format.file_tensor import FileTensor
 from offloadzero.checkpoint.format.json_file import parse_json
-from offloadzero.checkpoint.format.manifest import HashedFile, HashingPool, read_bytes
+from offloadzero.checkpoint.format.manifest import HashingPool, read_bytes, write_file
 from offloadzero.checkpoint.format.meta import Meta
 from offloadzero.checkpoint.format.names import name_problem
 from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, SafetensorsWriter
@@ -152,15 +152,19 @@ def write_folder(
                     writer.add_pieces(entry.pieces(on_bytes))
                 writer.close()
         if len(shards) > 1:
-            _write(folder / INDEX, _index(names, shards), pool)
+            write_file(folder / INDEX, _as_json(_index(names, shards)), pool)
         for file in carried:
             if file.name == CONFIG and dtype is not None:
-                _write(folder / CONFIG, _with_dtype(file, dtype), pool)
+                write_file(folder / CONFIG, _as_json(_with_dtype(file, dtype)), pool)
                 continue
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("rb") as copied:
                 os.fsync(copied.fileno())
         model.directory.expect_same()
+
+
+def _as_json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, indent=2).encode()
 
 
 def _with_dtype(config: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -183,13 +187,3 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[Entry]]) -> dict[str,
             entry.tensor.name: name for name, shard in zip(names, shards, strict=True) for entry in shard
         },
     }
-
-
-def _write(path: Path, values: dict[str, Any], pool: HashingPool) -> None:
-    file = HashedFile(path, pool)
-    try:
-        file.write(json.dumps(values, indent=2).encode())
-        file.close()
-    except BaseException:
-        file.abandon()
-        raise

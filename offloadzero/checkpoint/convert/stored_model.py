@@ -27,7 +27,7 @@ from offloadzero.checkpoint.format.safetensors_file import SafetensorsReader, Te
 from offloadzero.checkpoint.latest import write_latest
 from offloadzero.checkpoint.partial import new_folder
 from offloadzero.checkpoint.states import CheckpointFiles
-from offloadzero.checkpoint.verify import Checkpoint, OpenDirectory, StoredTensor
+from offloadzero.checkpoint.verify import Checkpoint, OpenDirectory
 from offloadzero.errors import CheckpointError
 from offloadzero.memory.swap_file import sync_directory
 
@@ -112,16 +112,11 @@ def divided(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
 
 def tensors_of(reader: SafetensorsReader) -> dict[str, FileTensor]:
     """Return the tensors of a file by name."""
-    return {
-        name: _file_tensor(reader, name, StoredTensor(reader.path, entry))
-        for name, entry in reader.entries.items()
-    }
-
-
-def _file_tensor(reader: SafetensorsReader, name: str, stored: StoredTensor) -> FileTensor:
-    entry = stored.entry
-    extent = FileExtent(reader.path, reader.offset_of(name), entry.stop - entry.start)
-    return FileTensor(name, entry.dtype, entry.shape, (extent,))
+    tensors: dict[str, FileTensor] = {}
+    for name, entry in reader.entries.items():
+        extent = FileExtent(reader.path, reader.offset_of(name), entry.stop - entry.start)
+        tensors[name] = FileTensor(name, entry.dtype, entry.shape, (extent,))
+    return tensors
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> StoredModel:

@@ -18,18 +18,18 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from offloadzero.checkpoint.format.json_file import parse_json
 from offloadzero.checkpoint.format.names import MANIFEST, is_data_file
 from offloadzero.core.interrupts import is_interrupt
+from offloadzero.core.thread_pool import CallerRunsThreadPool
 from offloadzero.errors import AioError, CheckpointError
 
 PIECE_BYTES = 4 * 1024 * 1024
@@ -37,8 +37,6 @@ _MAX_THREADS = 8  # enough for the fastest drives
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _FORMAT = "offloadzero-manifest-1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,29 +47,14 @@ class FileEntry:
     sha256: str  # [Note: the digest of a file]
 
 
-class HashingPool:
+class HashingPool(CallerRunsThreadPool):
     """Threads that hash, for one save or load."""
 
     def __init__(self) -> None:
-        num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-        self._pool = ThreadPoolExecutor(num_threads, "offloadzero-sha256")
+        super().__init__(min(len(os.sched_getaffinity(0)), _MAX_THREADS), "offloadzero-sha256")
 
-    def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
-        """Run a call on a thread; here when the interpreter is about to end (a last save in atexit)."""
-        try:
-            return self._pool.submit(function, *arguments)
-        except RuntimeError:
-            future: Future[T] = Future()
-            future.set_result(function(*arguments))
-            return future
-
-    def __enter__(self) -> HashingPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, *_: object) -> None:
+        self.shutdown(cancel_futures=True)
 
 
 class _RunningDigest:
@@ -155,6 +138,17 @@ class HashedFile:
                 num_bytes=num_bytes,
                 errno=error.errno or EIO,
             ) from error
+
+
+def write_file(path: Path, data: bytes, pool: HashingPool, *, is_there: bool = False) -> FileEntry:
+    """Write a `HashedFile` with that content, which is on the disk then. Raises AioError."""
+    file = HashedFile(path, pool, is_there=is_there)
+    try:
+        file.write(data)
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
 
 
 def file_size(path: Path) -> int:

@@ -60,6 +60,10 @@ class Meta:
     excluded: list[str] = field(default_factory=list)  # frozen parameters that it was saved without
     part: PartOfModel | None = None  # None: the whole model
     saved_unix_ns: int = 0
+    global_samples: int | None = None  # None: of a save before this was kept
+    batch: list[int] | None = (
+        None  # micro batch and accumulation steps, if the script has set them in its run
+    )
 
 
 def client_dict(client_state: object) -> dict[str, Any]:
@@ -127,6 +131,8 @@ def read_meta(checkpoint: Path) -> Meta:
         excluded=get("excluded", _texts) if "excluded" in values else [],
         part=get("part", _optional(_part)),
         saved_unix_ns=get("saved_unix_ns", _whole),
+        global_samples=get("global_samples", _optional(_count)) if "global_samples" in values else None,
+        batch=get("batch", _optional(_batch)) if "batch" in values else None,
     )
 
 
@@ -199,6 +205,12 @@ def _texts(value: Any) -> list[str]:
 
 def _counts(value: Any) -> dict[str, int]:
     return {key: _count(item) for key, item in _dict(value).items()}
+
+
+def _batch(value: Any) -> list[int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _WrongTypeError("not two counts")
+    return [_count(item) for item in value]
 
 
 def _loss_scale(value: Any) -> LossScaleState:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -146,9 +145,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._file.abandon()
 
@@ -204,10 +201,6 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path}: {name} has {stop - start} bytes, its shape {num_bytes}")
         return TensorEntry(_DTYPES[dtype], torch.Size(shape), start, stop)
 
-    def names(self) -> list[str]:
-        """The names of all tensors in the file."""
-        return list(self.entries)
-
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor in host memory. Raises CheckpointError where it is not there, or cannot be read."""
         if name not in self.entries:
@@ -231,9 +224,7 @@ class SafetensorsReader:
     def __enter__(self) -> SafetensorsReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

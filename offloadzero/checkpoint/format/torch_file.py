@@ -22,7 +22,6 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 import torch
@@ -103,9 +102,7 @@ class TorchFileWriter:
     def __enter__(self) -> TorchFileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._zip.abandon()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offloadzero.cli.output import check_output, print_lines, save_json, text_table
+from offloadzero.cli.output import check_output, show_result, text_table
 from offloadzero.errors import ConfigError
 from offloadzero.planning.machine import describe_machine, describe_versions
 
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--params", type=int, default=1 << 26, help="parameters (default 67108864)")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each (default 9)")
-    parser.add_argument("--json", metavar="FILE", help="every sample, the machine and the results")
+    parser.add_argument("--json", metavar="FILE", help="everything, - for standard output")
     parser.set_defaults(run=run)
 
 
@@ -61,9 +61,7 @@ Cases = list[tuple[Case, Sample]]
 def run(args: argparse.Namespace) -> int:
     check(args)
     result = measured(kernel_cases(args.params, len(os.sched_getaffinity(0))), args.params, args.rounds)
-    print_lines(table(result))
-    if args.json:
-        save_json(args.json, result)
+    show_result(table(result), args.json, result)
     return 0
 
 

@@ -42,7 +42,7 @@ from offloadzero.cli.bench.traffic import (
     chunk_segments,
     pump,
 )
-from offloadzero.cli.output import Progress, check_output, print_lines, read_seconds, save_json
+from offloadzero.cli.output import Progress, check_output, read_seconds, show_result
 from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioBackend, AioEngine, AioFile
@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:
         metavar="SIZE",
         help=f"write no more than this to each PATH (default {WRITE_LIMIT_FACTOR} times --size)",
     )
-    parser.add_argument("--json", metavar="FILE", help="every sample, the machine and the results")
+    parser.add_argument("--json", metavar="FILE", help="everything, - for standard output")
     parser.set_defaults(run=run)
 
 
@@ -88,9 +88,7 @@ def run(args: argparse.Namespace) -> int:
     result = measure_paths(
         args.paths, size=args.size, time_text=args.time, write_limit=args.write_limit, json=args.json
     )
-    print_lines(results.table(result))
-    if args.json:
-        save_json(args.json, result)
+    show_result(results.table(result), args.json, result)
     return 0
 
 

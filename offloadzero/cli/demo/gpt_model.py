@@ -16,6 +16,7 @@ VOCAB_SIZE = 256  # every byte is a token
 INIT_STD = 0.02
 MAX_TEXT_BYTES = 32 * 1024 * 1024
 MAX_HELD_OUT_BYTES = 512 * 1024
+STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -167,18 +168,16 @@ def windows(data: Tensor, starts: list[int], seq_len: int) -> tuple[Tensor, Tens
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def stdlib_sources() -> Iterator[Path]:
-    """Yield the standard library's own sources in sorted order, without installed packages."""
-    yield from _sources(Path(sysconfig.get_path("stdlib")))
+def stdlib_sources(folder: Path = STDLIB) -> Iterator[Path]:
+    """Yield the standard library's own sources in sorted order, without installed packages.
 
-
-def _sources(folder: Path) -> Iterator[Path]:
-    """Yield what is in a folder as it is asked for: the first megabyte needs few of the folders."""
+    A folder is read as its files are asked for: the first megabyte needs few of them.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             # Not even looked at: there are several times as many files in them.
             if path.name not in ("site-packages", "dist-packages"):
-                yield from _sources(path)
+                yield from stdlib_sources(path)
         elif path.suffix == ".py":
             yield path
 

@@ -425,7 +425,7 @@ def largest_model(question: Question, source: Source) -> ModelSource:
 
     def of(num_layers: int) -> ModelSource:
         of_layers = replace(shape, num_layers=num_layers)
-        return ModelSource.of_shape(of_layers, adapter_rank=question.model.adapter_rank)
+        return replace(question.model, text=str(of_layers), build=of_layers.build, shape=of_layers)
 
     def fits(num_layers: int) -> bool:
         return Planner(replace(question, model=of(num_layers))).verdict(source).fits

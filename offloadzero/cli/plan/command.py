@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from offloadzero.cli.output import check_output, make_page, print_lines, save_json, save_text
+from offloadzero.cli.output import check_output, make_page, print_lines, save_json, save_text, show_result
 from offloadzero.config import OffloadConfig, load_config, read_config_file
 from offloadzero.config.readers import read_num_bytes
 from offloadzero.errors import ConfigError
@@ -137,16 +136,9 @@ def run(args: argparse.Namespace) -> int:
         show=None if args.json == "-" else print_lines,
     )
     result = {"format": FORMAT, "format_version": FORMAT_VERSION, **report.to_json()}
-    if args.json == "-":
-        print_lines([json.dumps(result, indent=1, allow_nan=False)])
-    else:
-        print_lines(report.answer_lines())
-        if args.json:
-            save_json(args.json, result)
+    show_result(report.answer_lines(), args.json, result)
     if args.html:
-        from offloadzero.cli.plan.report import PAGE, plan_data
-
-        save_text(args.html, make_page(PAGE, plan_data(report)))
+        save_text(args.html, make_page(reports.PAGE, reports.plan_data(report)))
         if args.json != "-":
             print_lines(["", f"written to {args.html}"])
     if args.hardware_out:

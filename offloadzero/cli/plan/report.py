@@ -23,7 +23,7 @@ from offloadzero.observe.texts import (
 )
 from offloadzero.observe.timeline import COLLECTIVES, LANES
 from offloadzero.planning.cluster import Cluster
-from offloadzero.planning.engine_plan import Change, Source, needed, with_keys
+from offloadzero.planning.engine_plan import Change, Source, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.placement_rules import idle_rules
 from offloadzero.planning.step.advice import (
@@ -66,16 +66,16 @@ class Report:
     model: str
     refusal: str
     answer: Answer | None
-    change: Change | None  # None: it fits
-    step: Step | None
-    forecast: Forecast | None  # None: not asked for
-    run: Run | None
     hardware: Hardware
     num_tokens: int | None
-    num_ranks: int = 1
-    num_local_ranks: int = 1
-    stages: tuple[StageBytes, ...] = ()  # of several ranks
-    cluster: Cluster | None = None  # whose ranks they are
+    num_ranks: int
+    num_local_ranks: int
+    stages: tuple[StageBytes, ...]  # of several ranks
+    cluster: Cluster | None  # whose ranks they are
+    change: Change | None = None  # None: it fits
+    step: Step | None = None
+    forecast: Forecast | None = None  # None: not asked for
+    run: Run | None = None
     on_device: tuple[Change, Forecast] | None = None  # with more of the device, which is faster
 
     @property
@@ -188,7 +188,6 @@ class Report:
         return [*header, *(("step", "longest lane") if has_times else ())], rows
 
     def stage_notes(self) -> Iterator[str]:
-        """Yield a sentence for each stage that the engine refuses."""
         for found in self.stages:
             if found.refusal:
                 yield f"Stage {found.stage} is refused: {found.refusal}"
@@ -358,7 +357,6 @@ def _stage_json(found: StageBytes) -> dict[str, Any]:
 
 def _answer_json(answer: Answer) -> dict[str, Any]:
     planned = answer.planned
-    tiers = needed(planned.plan, answer.beside, answer.memory)
     return {
         "model_class": planned.class_name,
         "num_parameters": planned.num_parameters,
@@ -373,7 +371,7 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
         "beside": asdict(answer.beside),
         "nvme_with_zero_init": answer.waiting_bytes or None,
         "host_without_zero_init": answer.whole_bytes,
-        "needed": {tier.value: num_bytes for tier, num_bytes in tiers.items()},
+        "needed": {tier.value: num_bytes for tier, num_bytes in answer.needed.items()},
         "short": {tier.value: num_bytes for tier, num_bytes in answer.verdict.short.items()},
         "micro_batch": answer.micro_batch,
         "micro_batch_trace": answer.trace and asdict(answer.trace),
@@ -404,23 +402,19 @@ def make_report(
         answer = planner.answer(source, by_time=True)
     except BudgetError as error:
         refusal = str(error)
+    stages: tuple[StageBytes, ...] = ()
+    if question.num_ranks > 1:
+        forecast_of = of_rank.forecast if with_time and cluster is not None else None
+        stages = tuple(by_stage(planner, source, forecast_of, cluster))
     report = Report(
         model=question.model.name,
         refusal=refusal,
         answer=answer,
-        change=None,
-        step=None,
-        forecast=None,
-        run=None,
         hardware=hardware,
         num_tokens=num_tokens,
         num_ranks=question.num_ranks,
         num_local_ranks=question.num_local_ranks,
-        stages=by_stage(
-            planner, source, of_rank.forecast if with_time and cluster is not None else None, cluster
-        )
-        if question.num_ranks > 1
-        else (),
+        stages=stages,
         cluster=cluster,
     )
     if show is not None:
@@ -447,40 +441,33 @@ def by_stage(
     source: Source,
     forecast_of: Callable[[Step], Forecast] | None = None,
     cluster: Cluster | None = None,
-) -> tuple[StageBytes, ...]:
+) -> Iterator[StageBytes]:
     """Plan a JSON for each stage of ZeRO, and forecast its step where that is given."""
-    return tuple(_of_stage(planner, source, stage, forecast_of, cluster) for stage in STAGES)
-
-
-def _of_stage(
-    planner: Planner,
-    source: Source,
-    stage: int,
-    forecast_of: Callable[[Step], Forecast] | None,
-    cluster: Cluster | None,
-) -> StageBytes:
     model, num_ranks = planner.model(), planner.question.num_ranks
     num_trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
     num_frozen = sum(param.numel() for param in model.parameters()) - num_trainable
-    formula = round(state_bytes(num_trainable, stage=stage, num_ranks=num_ranks, num_frozen=num_frozen))
-    of_stage = with_keys(source, {"zero_optimization.stage": stage})
-    answer: Answer | None = None
-    try:
-        if forecast_of is None:
-            planned, _ = planner.plan(of_stage)
-        else:
-            answer = planner.answer(of_stage)
-            planned = answer.planned
-    except (ConfigError, BudgetError) as error:
-        return StageBytes(stage, formula, None, refusal=str(error).partition("\n")[0])
-    plan = planned.plan
-    found = StageBytes(stage, formula, {tier: plan.tier_bytes(tier) for tier in TierName}, plan.home_bytes)
-    if forecast_of is None or answer is None:
-        return found
-    if not answer.verdict.fits:
-        return replace(found, does_not_fit=True)
-    step = step_of(answer, num_local_ranks=planner.question.num_local_ranks, cluster=cluster)
-    return replace(found, forecast=forecast_of(step))
+    for stage in STAGES:
+        formula = round(state_bytes(num_trainable, stage=stage, num_ranks=num_ranks, num_frozen=num_frozen))
+        of_stage = with_keys(source, {"zero_optimization.stage": stage})
+        answer: Answer | None = None
+        try:
+            if forecast_of is None:
+                planned, _ = planner.plan(of_stage)
+            else:
+                answer = planner.answer(of_stage)
+                planned = answer.planned
+        except (ConfigError, BudgetError) as error:
+            yield StageBytes(stage, formula, None, refusal=str(error).partition("\n")[0])
+            continue
+        plan = planned.plan
+        tiers = {tier: plan.tier_bytes(tier) for tier in TierName}
+        found = StageBytes(stage, formula, tiers, plan.home_bytes)
+        if forecast_of is not None and answer is not None:
+            found = replace(found, does_not_fit=not answer.verdict.fits)
+            if answer.verdict.fits:
+                step = step_of(answer, num_local_ranks=planner.question.num_local_ranks, cluster=cluster)
+                found = replace(found, forecast=forecast_of(step))
+        yield found
 
 
 PAGE = "plan/page.html"
@@ -489,7 +476,6 @@ _LANES = (CORES, *LANES, NVME_MIXED, LINKS, NETWORK, HOST_MEMORY, PYTHON, FILE_E
 
 
 def plan_data(report: Report) -> dict[str, Any]:
-    """Return all data that the page shows."""
     answer, found = report.answer, report.forecast
     header, rows = report.stage_table()
     stages = {"header": header, "rows": rows, "notes": list(report.stage_notes())}

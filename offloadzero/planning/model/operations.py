@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ _HEAVY = re.compile(  # in the name of an operation
 )
 
 Formula = Callable[..., int]
-_Shape = Sequence[int]  # of (batch, heads, length, width)
 
 
 def formula_of(func: Any) -> Formula | None:
@@ -58,32 +58,15 @@ def _size(tensor: Any) -> int:
     return math.prod(tensor.shape)
 
 
-def _heads_first(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor of (batch, length, heads, width) as torch's own attention has it."""
-    batch, length, heads, width = tensor.shape
-    return (batch, heads, length, width)
+def _attention(count: Callable[..., Any], *tensors: Any, heads_at: int = 1) -> Any:
+    """Return torch's count for query, key and value, in backward behind a gradient; dimension `heads_at` has the heads.
 
-
-def _attention(*tensors: Any) -> Any:
-    return _products(*(one.shape for one in tensors))
-
-
-def _attention_backward(*tensors: Any) -> Any:
-    return _products_of_backward(*(one.shape for one in tensors))
-
-
-def _products(query: _Shape, key: _Shape, value: _Shape) -> Any:
-    """Return torch's count. In 2.11 its formulas refuse keys that several queries share: each is multiplied by them."""
-    return sdpa_flop_count(query, _of_heads(query[1], key), _of_heads(query[1], value))
-
-
-def _products_of_backward(grad: _Shape, query: _Shape, key: _Shape, value: _Shape) -> Any:
-    return sdpa_backward_flop_count(grad, query, _of_heads(query[1], key), _of_heads(query[1], value))
-
-
-def _of_heads(num_heads: int, shape: _Shape) -> _Shape:
-    batch, _, length, width = shape
-    return (batch, num_heads, length, width)
+    In 2.11 torch's formulas refuse keys that several queries share: each is multiplied by them.
+    """
+    query = tensors[-3]
+    num_heads = query.shape[heads_at]
+    shapes = [(one.shape[0], num_heads, one.shape[3 - heads_at], one.shape[3]) for one in tensors]
+    return count(*shapes)
 
 
 def _grouped_matmul(left: Any, right: Any) -> int:
@@ -100,8 +83,8 @@ def _lstm(inputs: Any, of_inputs: Any, of_hidden: Any) -> int:
 _MATRIX_VECTOR = _of_first(1, lambda matrix: 2 * _size(matrix))
 # Formulas by operation. torch has them for attention on devices, but not on the CPU, nor for products by groups.
 _COUNTS: Mapping[Any, Formula] = {
-    cpu_attention: _of_first(3, _attention),
-    cpu_attention_backward: _of_first(4, _attention_backward),
+    cpu_attention: _of_first(3, partial(_attention, sdpa_flop_count)),
+    cpu_attention_backward: _of_first(4, partial(_attention, sdpa_backward_flop_count)),
     grouped_matmul: _of_first(2, _grouped_matmul),
     torch.ops.aten.mv: _MATRIX_VECTOR,
     torch.ops.aten.dot: _MATRIX_VECTOR,
@@ -113,8 +96,8 @@ _COUNTS: Mapping[Any, Formula] = {
 }
 # Those of packages that need not be installed.
 _COUNTS_BY_NAME: Mapping[str, Formula] = {
-    "flash_attn._flash_attn_forward": _of_first(3, lambda *args: _products(*map(_heads_first, args))),
+    "flash_attn._flash_attn_forward": _of_first(3, partial(_attention, sdpa_flop_count, heads_at=2)),
     "flash_attn._flash_attn_backward": _of_first(
-        4, lambda *args: _products_of_backward(*map(_heads_first, args))
+        4, partial(_attention, sdpa_backward_flop_count, heads_at=2)
     ),
 }

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from offloadzero.errors import ConfigError
-from offloadzero.planning.model.adapters import add_adapters, head_of
 from offloadzero.planning.model.quantized import quantize
 
 LLAMA, GPT = "llama", "gpt"
@@ -229,8 +228,6 @@ class LlamaMlp(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and MLP with their norms."""
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
@@ -279,8 +276,6 @@ class Llama(nn.Module):
 
 
 class GptAttention(nn.Module):
-    """Attention with one projection for queries, keys and values."""
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.num_heads = shape.num_heads
@@ -307,8 +302,6 @@ class GptMlp(nn.Module):
 
 
 class GptBlock(nn.Module):
-    """Attention and MLP behind their norms."""
-
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(shape.hidden)
@@ -356,6 +349,56 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+# --- adapters beside weights that are frozen ---
+
+LORA_KEY = "--lora"
+
+
+class LoraLinear(nn.Module):
+    """A frozen projection and its adapter (Hu et al. 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the projection, whose dtype some models ask for."""
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))  # type: ignore[no-any-return]
+
+
+def add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze the model, and put adapters on each `nn.Linear` but the head, as PEFT's "all-linear" does.
+
+    Raises ConfigError where there is none.
+    """
+    model.requires_grad_(False)
+    head = head_of(model)
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and child is not head
+    ]
+    if not found:
+        allowed = f"a model with nn.Linear beside its head: {type(model).__name__} has none"
+        raise ConfigError(LORA_KEY, rank, allowed)
+    for parent, name, child in found:
+        setattr(parent, name, LoraLinear(child, rank))
+    return model
+
+
+def head_of(model: nn.Module) -> Any:
+    """The projection onto the vocabulary; None where there is none."""
+    of_transformers = getattr(model, "get_output_embeddings", None)
+    return getattr(model, "lm_head", None) if of_transformers is None else of_transformers()
+
+
 # --- the model that a command names: by its shape, its config.json, or a function ---
 
 KEY = "--model"
@@ -371,10 +414,6 @@ class ModelSource:
     shape: ModelShape | None = None
     num_positions: int = 0  # the most tokens of a sample, as its configuration says; 0: it says none
     adapter_rank: int = 0  # of LoRA adapters, beside which its weights are frozen; 0: none
-
-    @staticmethod
-    def of_shape(shape: ModelShape, *, adapter_rank: int = 0) -> ModelSource:
-        return ModelSource(str(shape), shape.build, shape, adapter_rank=adapter_rank)
 
     @property
     def name(self) -> str:

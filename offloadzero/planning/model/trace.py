@@ -345,7 +345,6 @@ class _DropoutInKernel(TorchFunctionMode):
 
 
 def trace_of(log: TraceLog) -> MicroBatchTrace:
-    """Add up a log."""
     flops = forward_flops = live = of_inputs = kept = peak = peak_without_inputs = in_heap = heap = 0
     for event, amount in log.events:
         if event is Event.FLOPS:
@@ -470,7 +469,6 @@ class _Counter(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count its results."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # two of three calls: FakeTensor asks its tensors for their device
             return func(*args, **kwargs)

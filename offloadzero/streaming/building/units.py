@@ -180,9 +180,8 @@ def _expect_movable(model: nn.Module) -> None:
             )
             raise ConfigError(name or "model", module.original_name, allowed)
     for name, param in model.named_parameters():
-        has_no_shape: bool = is_lazy(
-            param
-        )  # a variable of its own: in an `if` it would narrow the type to none
+        # A variable of its own: in an `if` it would narrow the type to none.
+        has_no_shape: bool = is_lazy(param)
         if has_no_shape:
             allowed = (
                 "parameters with a shape: run a forward, which gives it one, before offload() or initialize()"

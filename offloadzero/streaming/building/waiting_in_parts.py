@@ -65,9 +65,8 @@ class LentParameters:
             ConfigError: there is no rank `modifier_rank`.
             StateError: the ranks gather different things, or one has no memory for them.
         """
-        found = sorted(
-            _in_parts(params), key=lambda each: each.parts.place
-        )  # a set has another order on each rank
+        # A set has another order on each rank.
+        found = sorted(_in_parts(params), key=lambda each: each.parts.place)
         for ranks, of_ranks in itertools.groupby(found, key=lambda each: each.parts.ranks):
             self._lend_all(ranks, [*of_ranks])
 
@@ -119,7 +118,7 @@ class LentParameters:
         for param, weight, parts, at_entry in self._lent:
             parts.ranks.announce(f"leave {parts.label}")
             has_changed = can_spill(param) and at_entry is not None and not torch.equal(param.data, at_entry)
-            ranks = parts.ranks.told(has_changed, f"whether {weight.name} has changed")
+            (ranks,) = parts.ranks.channel.ranks_where([has_changed], f"whether {weight.name} has changed")
             if ranks:
                 names.append(f"{weight.name} on ranks {ranks}")
         return names

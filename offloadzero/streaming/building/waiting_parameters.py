@@ -101,7 +101,6 @@ class SpilledWeight(Weight):
         return 0, self._num_writes
 
     def read(self, *, to_write: bool = False) -> torch.Tensor:
-        """Return the value on the parameter's device."""
         value = self._stored().to(self.device).contiguous()
         return value.clone() if to_write and self._file is None and self.parts is None else value
 
