@@ -305,7 +305,9 @@ def test_moving_and_casting(asked: offloadzero.Engine) -> None:
         asked.double,
         lambda: asked.to(torch.zeros(1, dtype=torch.half)),
     ):
-        with pytest.raises(StateError, match=r"the parameters are torch\.float32: the configuration's bf16 or fp16"):
+        with pytest.raises(
+            StateError, match=r"the parameters are torch\.float32: the configuration's bf16 or fp16"
+        ):
             cast()
 
 
