@@ -470,6 +470,7 @@ class Engine:
                 JSON.
             CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone; or the
                 model has parameters or buffers that cannot be in it.
+            AioError: the disk is full, or fails: nothing was saved.
             StateError: a load did not come to its end, so the states are a mixture; or the engine is closed.
         """
         self._checkpoints.expect_savable("save_checkpoint")
@@ -486,7 +487,7 @@ class Engine:
         return True
 
     def finish_saving(self) -> None:
-        """Block until a checkpoint that is written in the background is there. Raises CheckpointError if it is not."""
+        """Block until a checkpoint that is written in the background is there. Raises AioError, CheckpointError."""
         self._checkpoints.background.finish()
 
     def load_checkpoint(
