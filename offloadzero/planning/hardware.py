@@ -94,7 +94,6 @@ class Hardware:
     device: str | None = None  # its name; None: the CPU is the device
     adam_form: UpdateForm = UpdateForm.NATIVE  # the form of Adam's updates on the device
     process_bytes: int = 0  # of Python and torch, before there is a model
-    memlock_bytes: int | None = None  # RLIMIT_MEMLOCK; None: no limit
     identity: Mapping[str, Any] = field(default_factory=dict)  # facts that tell it from other machines
     # By `model_key`: [Note: rates of one model].
     of_models: Mapping[str, Computation] = field(default_factory=dict)
@@ -183,7 +182,6 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
         device=device or (None if memory.device is None else "GPU"),
         adam_form=UpdateForm(form),
         process_bytes=reader.count("process_bytes") or 0,
-        memlock_bytes=reader.count("memlock_bytes"),
         identity=reader.table("identity").value,
         of_models=_computations(reader.table("of_models")),
     )

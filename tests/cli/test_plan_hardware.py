@@ -31,7 +31,6 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         memory=Memory(host=1, device=2, nvme=None),
         device="a card",
         adam_form=UpdateForm.TRITON,
-        memlock_bytes=0,
         identity={"machine": {"cpu": "x"}},
     )
     path = write(tmp_path / "machine.json", machine.to_json())

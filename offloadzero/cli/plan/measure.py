@@ -72,7 +72,6 @@ from offloadzero.planning.machine import (
     available_host_bytes,
     cores_beside_launching,
     host_bytes_before,
-    memlock_bytes,
     nearest_directory,
     usable_cores,
 )
@@ -166,7 +165,6 @@ def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
         device=device.name(),
         adam_form=device_form(ADAM, device.torch_device),
         process_bytes=resident_bytes(device.torch_device),
-        memlock_bytes=memlock_bytes(),
         identity=describe(device, paths),
     )
 
