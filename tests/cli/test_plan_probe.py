@@ -153,6 +153,9 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     for name, value in (("NUM_SAMPLES", 1), ("NUM_TURNS", 1), ("MOST_TURN_S", computation.TURN_S)):
         monkeypatch.setattr(computation, name, value)
     monkeypatch.setattr(measure, "DRIVE_FILE_BYTES", 16 * MIB)
+    block, records = computation._block_shape, measure.Records
+    monkeypatch.setattr(computation, "_block_shape", lambda width, **more: block(width // 4, **more))
+    monkeypatch.setattr(measure, "Records", lambda num_params: records(num_params // 16))
     drive = measure.drive_rates
 
     def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:

@@ -175,35 +175,22 @@ class TestMoreThanTwoGiB:
     STEP = 1 << 20  # of the comparison: it stays in the cache
 
     @pytest.mark.parametrize("backend", LARGE_BACKENDS)
-    def test_read_matches_what_was_written(self, backend: str, tmp_path: Path) -> None:
-        path = tmp_path / "sparse"
-        marks = [0, 1, 4095, GIB - 3, 2 * GIB - 1, 2 * GIB, self.NUM_BYTES - 7]
-        written: dict[int, int] = {}
-        with path.open("wb") as sparse:
-            sparse.truncate(self.OFFSET + self.NUM_BYTES + 100)
-            for mark in marks:
-                sparse.seek(self.OFFSET + mark)
-                sparse.write(bytes([1 + mark % 251]) * 3)
-                written |= dict.fromkeys(range(mark, mark + 3), 1 + mark % 251)
-        memory = np.full(self.NUM_BYTES, 255, np.uint8)
-        with make_engine(backend, block_size=8 << 20, queue_depth=8) as engine, engine.open(path) as file:
-            engine.read(file, memory, offset=self.OFFSET).wait(WAIT_S)
-        for place, value in written.items():
-            assert memory[place] == value
-            memory[place] = 0
-        for begin in range(0, self.NUM_BYTES, self.STEP):
-            assert not memory[begin : begin + self.STEP].any()
-
-    @pytest.mark.parametrize("backend", LARGE_BACKENDS)
-    def test_write_matches_pread(self, backend: str, tmp_path: Path) -> None:
+    def test_what_is_written_is_read(self, backend: str, tmp_path: Path) -> None:
         path = tmp_path / "large"
-        memory = np.resize(np.random.default_rng(5).integers(0, 256, 1_000_003, np.uint8), self.NUM_BYTES)
+        pattern = np.random.default_rng(5).integers(0, 256, self.STEP + 3, np.uint8)
+        memory = np.resize(pattern, self.NUM_BYTES)
         with make_engine(backend, block_size=8 << 20) as engine, engine.open(path, create=True) as file:
             engine.write(file, memory, offset=self.OFFSET).wait(WAIT_S)
-        assert path.stat().st_size == self.OFFSET + self.NUM_BYTES
-        with path.open("rb") as plain:
-            assert plain.read(self.OFFSET) == bytes(self.OFFSET)
-            for begin in range(0, self.NUM_BYTES, self.STEP):
-                expected = np.frombuffer(plain.read(self.STEP), np.uint8)
-                assert np.array_equal(memory[begin : begin + self.STEP], expected)
+            assert path.stat().st_size == self.OFFSET + self.NUM_BYTES
+            # Places that are read and written alike elsewhere would be none to the engine: the kernel reads some.
+            with path.open("rb") as plain:
+                assert plain.read(self.OFFSET) == bytes(self.OFFSET)
+                for mark in (0, 4095, GIB - 3, 2 * GIB - 4099, 2 * GIB - 1, 2 * GIB, self.NUM_BYTES - 9000):
+                    plain.seek(self.OFFSET + mark)
+                    assert plain.read(9000) == memory[mark : mark + 9000].tobytes()
+            memory.fill(255)
+            engine.read(file, memory, offset=self.OFFSET).wait(WAIT_S)
+        for begin in range(0, self.NUM_BYTES, pattern.nbytes):
+            part = memory[begin : begin + pattern.nbytes]
+            assert np.array_equal(part, pattern[: part.nbytes])
         path.unlink()
