@@ -17,7 +17,7 @@ from offloadzero.planning.model.trace import MicroBatchTrace, trace_blocks
 def _trace_of_shape(
     shape: ModelShape, adapter_rank: int, checkpointed: frozenset[str], **keys: Any
 ) -> MicroBatchTrace:
-    source = ModelSource.of_shape(shape, adapter_rank=adapter_rank)
+    source = ModelSource(str(shape), shape.build, shape, adapter_rank=adapter_rank)
     return trace_blocks(source.on_meta, source.num_blocks, checkpointed=checkpointed, **keys)
 
 
