@@ -31,9 +31,12 @@ from offloadzero.memory.pages import FreedMemory
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.ranks.shard import divides_params
 from offloadzero.streaming.building.waiting_parameters import (
+    MOVES_MISSING,
     SpilledWeight,
+    all_subclasses,
     can_spill,
     is_in_parts,
+    releasing_in_order,
     releasing_loaded,
     restore,
     spill,
@@ -143,7 +146,7 @@ class Init:
         self._join()
         Init._active = self
         try:
-            for cls in _all_subclasses(nn.Module):
+            for cls in all_subclasses(nn.Module):
                 self._wrap(cls)
             setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
             self._replace(nn.Module, "apply", _gathering_apply(nn.Module.apply))
@@ -199,6 +202,9 @@ class Init:
         Init._active = None
 
     def _wrap(self, cls: type[nn.Module]) -> None:
+        for name in MOVES_MISSING:
+            if name in cls.__dict__:
+                self._replace(cls, name, releasing_in_order(cls.__dict__[name], self._release))
         original = cls.__dict__.get("__init__")
         if original is None:
             return
@@ -260,17 +266,6 @@ def _size_of(group: Any) -> int:
             "data_parallel_group", type(group).__name__, "a process group of torch.distributed, or None"
         )
     return int(group.size())
-
-
-def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
-    found: dict[type[nn.Module], None] = {}
-    pending = [cls]
-    while pending:
-        for sub in pending.pop().__subclasses__():
-            if sub not in found:
-                found[sub] = None
-                pending.append(sub)
-    return list(found)
 
 
 def _wrap_new_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:

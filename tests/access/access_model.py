@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.cases import IN_FULL
-
 WIDTH = 8
 NUM_LAYERS = 4
-NUM_STEPS = 4 if IN_FULL else 3
+NUM_STEPS = 4
 OPTIONS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
 
 

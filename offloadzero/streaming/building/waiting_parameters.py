@@ -298,6 +298,10 @@ def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:
     wear(param, SpilledWeight(param, param.data, name=name, directory=directory))
 
 
+# Methods of transformers' models (5, 4.56) that put new values where the files have none.
+MOVES_MISSING = ("_move_missing_keys_from_meta_to_device", "_move_missing_keys_from_meta_to_cpu")
+
+
 def releasing_loaded(release: Callable[[nn.Module], None]) -> Callable[..., None]:
     """Make the `Module.register_parameter` that releases a value which takes the place of one on the meta device.
 
@@ -315,6 +319,45 @@ def releasing_loaded(release: Callable[[nn.Module], None]) -> Callable[..., None
             release(module)
 
     return registering
+
+
+def releasing_in_order(
+    move: Callable[..., None], release: Callable[[nn.Module], None]
+) -> Callable[..., None]:
+    """Make the one of `MOVES_MISSING` that releases them when all are there, in the order of the model's modules.
+
+    They come in the order of a set of names, which is another one in each process, and ranks release together.
+    """
+
+    @functools.wraps(move)
+    def moving(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def on_meta(module: nn.Module) -> set[str]:
+            return {name for name, param in module.named_parameters(recurse=False) if param.is_meta}
+
+        before = {module: on_meta(module) for module in model.modules()}
+        registering = nn.Module.register_parameter
+        setattr(nn.Module, "register_parameter", vars(registering)["__wrapped__"])  # noqa: B010
+        try:
+            move(model, *args, **kwargs)
+        finally:
+            setattr(nn.Module, "register_parameter", registering)  # noqa: B010
+        for module, names in before.items():
+            if names - on_meta(module):
+                release(module)
+
+    return moving
+
+
+def all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
+    """Return the classes that are derived from it, whole generations first."""
+    found: dict[type[nn.Module], None] = {}
+    pending = [cls]
+    while pending:
+        for sub in pending.pop().__subclasses__():
+            if sub not in found:
+                found[sub] = None
+                pending.append(sub)
+    return list(found)
 
 
 def spilled_weight(param: torch.Tensor) -> SpilledWeight | None:
