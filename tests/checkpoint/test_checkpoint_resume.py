@@ -430,7 +430,9 @@ def test_an_engine_that_has_given_its_model_back_neither_loads_nor_saves(
     engine.restore_model()
     before = sorted((tmp_path / "saved").rglob("*"))
     for call in (engine.load_checkpoint, engine.save_checkpoint, engine.save_16bit_model):
-        with pytest.raises(StateError, match=rf"^engine\.{call.__name__}\(\): restore_model\(\) has made the model"):
+        with pytest.raises(
+            StateError, match=rf"^engine\.{call.__name__}\(\): restore_model\(\) has made the model"
+        ):
             call(tmp_path / "saved")
     assert sorted((tmp_path / "saved").rglob("*")) == before
 
