@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14")
-REQUIREMENTS = ("numpy", "aiofiles", "hypothesis", "pytest", "tqdm")
+REQUIREMENTS = ("numpy", "aiofiles", "hypothesis", "pytest", "safetensors", "tqdm")
 # What leans on torch's private names and on its hooks, and the bindings, which lean on Python's limited API.
 SELECTION = (
     "access/test_weights_away.py",
