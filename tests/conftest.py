@@ -163,7 +163,7 @@ def seeds_of_devices_that_are_there() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind in (torch.cuda, torch.xpu, torch.mtia):
             if not kind.is_available():
-                patch.setattr(kind, "manual_seed_all", lambda _: None)
+                patch.setattr(kind, "manual_seed_all", lambda _: None, raising=False)  # torch 2.9: not of all
         yield
 
 
