@@ -336,7 +336,8 @@ def releasing_in_order(
 
         before = {module: on_meta(module) for module in model.modules()}
         registering = nn.Module.register_parameter
-        setattr(nn.Module, "register_parameter", vars(registering)["__wrapped__"])  # noqa: B010
+        original = getattr(registering, "__wrapped__", registering)
+        setattr(nn.Module, "register_parameter", original)  # noqa: B010
         try:
             move(model, *args, **kwargs)
         finally:
