@@ -123,9 +123,7 @@ class Runtime:
         find_sources(self.records, config, self.group)
         self._original = OriginalForm(self.records)
         self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
-        self.on_close: list[
-            Callable[[], None]
-        ] = []  # called at the end of close(), and may raise what nobody was told
+        self.on_close: list[Callable[[], None]] = []  # called last by close(); may raise what nobody was told
         self._is_restored = False
         self.hooks: ModelHooks | None = None
         checkpointed = checkpointed_modules(model, cut, config)

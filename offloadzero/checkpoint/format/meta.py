@@ -61,9 +61,7 @@ class Meta:
     part: PartOfModel | None = None  # None: the whole model
     saved_unix_ns: int = 0
     global_samples: int | None = None  # None: of a save before this was kept
-    batch: list[int] | None = (
-        None  # micro batch and accumulation steps, if the script has set them in its run
-    )
+    batch: list[int] | None = None  # micro batch and accumulation steps that the script has set
 
 
 def client_dict(client_state: object) -> dict[str, Any]:
