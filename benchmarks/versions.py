@@ -1,18 +1,21 @@
 """What second places on the drive give and cost: clipping, durable runs, checkpoints in the background.
 
 python benchmarks/versions.py --directory /mnt/nvme [--params 650M] [--turns 2] [--modes waits tried ...]
+                              [--before CHECKOUT]
 
 A Llama of random weights, all of it on NVMe but gradients that are kept, which are in host memory; one sequence of 64
 tokens a step, so that the drive binds. Each turn is a process of its own for each mode, one after another. A step's
 time is that of the loop; the last one waits until all is home. A drive's rate is another one every few minutes: each
 process measures the mixed rate of records that are read and written before its first step and behind its last one,
-and `bound_s` is what the bytes of a step take at the mean of the two.
+and `bound_s` is what the bytes of a step take at the mean of the two. `--before` is a checkout, with compiled modules,
+of the library as it was before there were second places (fef3458): each mode that it has is run with it too, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -54,6 +57,8 @@ MODES: dict[str, dict[str, Any]] = {
     "saves at once": {"gradient_clipping": NEVER, "versions": True, "wait": True},
     "saves in the background": {"gradient_clipping": NEVER, "versions": True, "wait": False},
 }
+# Without second places a step whose clipping bites is one that waits, as any with clipping is.
+BEFORE = ("waits", "bites", "bites in one of ten", "in backward", "saves at once")
 
 
 def moved_gb() -> tuple[float, float]:
@@ -95,6 +100,8 @@ class Yardstick:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     own = dict(MODES[args.mode])
+    if args.is_before:
+        own.pop("versions", None)
     clipping, wait = own.pop("gradient_clipping"), own.pop("wait", None)
     kinds = ("param", "master", "exp_avg", "exp_avg_sq")
     config = {
@@ -133,10 +140,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         if step == 2 and wait is not None:
             save_begun_s = time.monotonic()
-            engine.save_checkpoint(args.directory / "saved", wait=wait)
+            engine.save_checkpoint(args.directory / "saved", **({} if args.is_before else {"wait": wait}))
             save_s = round(time.monotonic() - save_begun_s, 2)
     after, cpu_s = moved_gb(), time.process_time() - cpu_s
-    engine.finish_saving()
+    if not args.is_before:
+        engine.finish_saving()
     end_s = time.monotonic()
     drive_gbps.append(yardstick.gbps())
     engine.close()
@@ -144,6 +152,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     bound_s = moved / (args.steps - 1) / statistics.mean(drive_gbps)
     return {
         "mode": args.mode,
+        "library": str(Path(offloadzero.__file__).parents[1]),
         "params": num_params(size),
         "step_s": step_s,
         "median_s": statistics.median(step_s[2:-1]),
@@ -170,7 +179,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--before", type=Path, help="a checkout, from before there were second places")
     parser.add_argument("--mode", choices=MODES, help="run this one here and now")
+    parser.add_argument("--is-before", action="store_true", help="this run's library knows no second places")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.mode:
@@ -178,13 +189,22 @@ def main() -> None:
         return
     own = ["--directory", str(args.directory), "--params", str(args.params), "--steps", str(args.steps)]
     own += ["--state-layout", args.state_layout]
+    here = os.environ.copy()
+    before = here | {"PYTHONPATH": str(args.before)}
     for _ in range(args.turns):
         for mode in args.modes:
-            for name in ("files", "saved"):
-                shutil.rmtree(args.directory / name, ignore_errors=True)
-            subprocess.run([sys.executable, __file__, *own, "--mode", mode], check=True)
+            remove_files(args.directory)
+            subprocess.run([sys.executable, __file__, *own, "--mode", mode], check=True, env=here)
+            if args.before is not None and mode in BEFORE:
+                remove_files(args.directory)
+                run_before = [sys.executable, __file__, *own, "--mode", mode, "--is-before"]
+                subprocess.run(run_before, check=True, env=before)
+    remove_files(args.directory)
+
+
+def remove_files(directory: Path) -> None:
     for name in ("files", "saved"):
-        shutil.rmtree(args.directory / name, ignore_errors=True)
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 if __name__ == "__main__":
