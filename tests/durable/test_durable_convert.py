@@ -130,6 +130,7 @@ def test_a_checkpoint_of_a_run_is_trained_on_with_the_same_bits(tmp_path: Path) 
     """In another placement: the generators alone are not in it."""
     kind = Kind(own={"durable": True})
     save_steps(0, kind, str(tmp_path / "run"), 3)
+    (tmp_path / "run" / "offloadzero-durable-rank1").mkdir()  # of a start on two ranks, which was refused
     assert convert(tmp_path / "run", tmp_path / "saved", "--to", "checkpoint") == 0
     found = []
     for directory in (tmp_path / "saved", tmp_path / "run" / SAVED):

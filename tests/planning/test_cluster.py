@@ -343,7 +343,6 @@ def test_fewer_ranks_than_there_are(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--ranks", "32"], "--ranks = 32: at most 8, "),
         (["--ranks", "0"], "--ranks = 0: a whole number from 1 to "),
         (["--local-ranks", "4"], "--local-ranks = 4: 8, as the cluster says"),
-        (["--hardware-out", str(tmp_path / "out.json")], "--hardware-out = "),
     ):
         assert main([*arguments, *more]) == USER_ERROR
         assert said in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """The forecasts of benchmarks/gpu_forecasts.md, for machines that have not been measured, are those of the plan.
 
 A row that differs is printed as it would be now: `pytest tests/planning/test_gpu_forecasts.py` after a change of the
-forecast, of the files in benchmarks/hardware or of an estimate of bytes.
+forecast, of the machines in offloadzero/cli/plan/machines or of an estimate of bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 
 from offloadzero.cli.main import main
 from offloadzero.cli.plan import answer as plan_answer
+from offloadzero.cli.plan.command import MACHINES
 from offloadzero.planning.engine_plan import Change
 from offloadzero.planning.model.trace import MicroBatchTrace
 
@@ -119,7 +120,7 @@ def plan(
                 "--json",
                 "-",
             ]
-            assert main([*words, "--hardware", str(HARDWARE / f"{card.lower()}.json")]) == 0
+            assert main([*words, "--hardware", card.lower()]) == 0
             answers.of_rows[key] = json.loads(capsys.readouterr().out)
         return answers.of_rows[key]
 
@@ -157,7 +158,7 @@ def test_no_step_is_faster_than_its_bytes_and_operations_allow(
     row: list[str], plan: Callable[..., Found]
 ) -> None:
     """The lanes in the bytes of docs/architecture.md, over the rates of the file: a floor that no plan made."""
-    rates = json.loads((HARDWARE / f"{row[0].lower()}.json").read_text())["rates"]
+    rates = json.loads(Path(MACHINES[row[0].lower()]).read_text())["rates"]
     for clips in (True, False):
         found = plan(row, clips=clips)
         count, is_full = found["num_trainable"], found["num_trainable"] == found["num_parameters"]
@@ -192,10 +193,10 @@ def test_the_page_says_what_is_short_where_one_tier_has_all_frozen_weights(
     # The search for a change takes a minute.
     monkeypatch.setattr(plan_answer.Planner, "smallest_change", lambda *_: Change({}))
     words = ["plan", "--model", *LORA, "--config", str(HARDWARE / "configs" / config), "--sequence", "2048"]
-    assert main([*words, "--hardware", str(HARDWARE / "h100.json"), "--no-time"]) == 1
+    assert main([*words, "--hardware", "h100", "--no-time"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert f"`{config}`: {next(line for line in said if line.startswith('It does not fit'))}" in section()
 
 
 def test_the_page_of_the_machines_has_the_file_of_one() -> None:
-    assert (HARDWARE / "one_24gb.json").read_text() in (HARDWARE / "README.md").read_text()
+    assert Path(MACHINES["rtx-4090"]).read_text() in (HARDWARE / "README.md").read_text()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadzero.cli.output import check_output, make_page, print_lines, save_json, save_text, show_result
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # else it loads torch for `--help`
 FORMAT = "offloadzero.plan"
 FORMAT_VERSION = 1
 THIS_MACHINE = "probe"
+# Machines that are described here by published rates; benchmarks/hardware/README.md has the source of each.
+MACHINES = {path.stem: str(path) for path in sorted((Path(__file__).parent / "machines").glob("*.json"))}
 DEFAULT_SEQUENCE = 2048
 MAX_TOKENS = 10**18
 MAX_ADAPTER_RANK = 1 << 14
@@ -45,12 +48,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--hardware",
         default=THIS_MACHINE,
-        metavar="probe|FILE",
-        help="this machine (measured once, in a minute or two), a file that --hardware-out has written, or one that "
-        'describes a cluster (the page "What the plan counts")',
+        metavar="probe|NAME|FILE",
+        help=f"this machine (measured once, in a minute or two), one of {', '.join(MACHINES)} as published rates have "
+        'it, or a file: one of --hardware-out, or the description of a cluster (the page "What the plan counts")',
     )
     parser.add_argument(
-        "--hardware-out", metavar="FILE", help="what was found out about the machine, for --hardware"
+        "--hardware-out", metavar="FILE", help="write the machine to this file, to be edited for --hardware"
     )
     parser.add_argument("--fresh", action="store_true", help="measure again")
     parser.add_argument("--no-time", action="store_true", help="bytes only: measure nothing")
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from offloadzero.planning.cluster import find_cluster
     from offloadzero.update.spec import DTYPES
 
+    args.hardware = machine_file(args.hardware)
     cluster = None if args.hardware == THIS_MACHINE else find_cluster("--hardware", args.hardware)
     _check(args, cluster)
     load = partial(load_config, world_size=args.ranks, elsewhere=args.hardware != THIS_MACHINE)
@@ -142,8 +146,18 @@ def run(args: argparse.Namespace) -> int:
         if args.json != "-":
             print_lines(["", f"written to {args.html}"])
     if args.hardware_out:
-        save_json(args.hardware_out, hardware.to_json())
+        save_json(args.hardware_out, hardware.to_json() if cluster is None else cluster.described)
     return 0 if report.fits else 1
+
+
+def machine_file(given: str) -> str:
+    """Return the file that `--hardware` names, or THIS_MACHINE. Raises ConfigError."""
+    if given == THIS_MACHINE or os.path.exists(given):
+        return given
+    if given not in MACHINES:
+        names = (THIS_MACHINE, *MACHINES)
+        raise ConfigError("--hardware", given, f"a file, or one of {', '.join(names)}", known_values=names)
+    return MACHINES[given]
 
 
 def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
@@ -155,10 +169,6 @@ def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
         of_machine = cluster.local_ranks("--ranks", args.ranks) if 1 <= args.ranks <= MAX_RANKS else 1
         if args.local_ranks not in (None, of_machine):
             raise ConfigError("--local-ranks", args.local_ranks, f"{of_machine}, as the cluster says")
-        if args.hardware_out:
-            raise ConfigError(
-                "--hardware-out", args.hardware_out, "left out with a cluster: nothing is measured"
-            )
     if args.local_ranks is None:
         args.local_ranks = of_machine
     for key, value, most in (

@@ -276,7 +276,7 @@ class Report:
             years = (
                 ""
                 if self.run.drive_years is None
-                else f"; the drives last {years_text(self.run.drive_years)} of it"
+                else f"; the drives are worn out after {years_text(self.run.drive_years)} of such training"
             )
             yield (
                 f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps,{days} "
