@@ -22,7 +22,6 @@ from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import settings
 
 
-
 def test_what_it_says(plan_text: PlanText) -> None:
     text = plan_text("--tokens", "1m", "--drive-tbw", "600TB")
     count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
@@ -362,7 +361,10 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -
         (["--tokens", "many"], "--tokens = 'many': a number of tokens such as 300b"),
         (["--model", "lama:13b"], "did you mean 'llama:13b'"),
         (["--config", "not there.json"], "the file cannot be read"),
-        (["--hardware", "rtx4090"], "a file, or one of probe, 8xh100, h100, h200, rtx-4090 (did you mean 'rtx-4090'?)"),
+        (
+            ["--hardware", "rtx4090"],
+            "a file, or one of probe, 8xh100, h100, h200, rtx-4090 (did you mean 'rtx-4090'?)",
+        ),
         (["--no-time", "--hardware-out", "x"], "left out with --no-time"),
         (["--no-time", "--tokens", "1b"], "--tokens = '1b': left out with --no-time"),
         (["--drive-tbw", "600TB"], "--drive-tbw = '600TB': together with --tokens"),

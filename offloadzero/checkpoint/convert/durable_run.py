@@ -74,9 +74,10 @@ def read_run(path: Path, held: ExitStack) -> StoredModel:
 def _read_commits(path: Path, held: ExitStack) -> list[StoredCommit]:
     """Read the newest commit that all ranks have, by rank."""
     directories = []
+    others = (path / run_name(rank) for rank in itertools.count(1))
     # A start that was refused, of more ranks than the run has, leaves directories without a commit.
-    of_ranks = (path / run_name(rank) for rank in itertools.count())
-    for of_rank in itertools.takewhile(lambda of_rank: any(of_rank.glob("commit-*")), of_ranks):
+    with_commits = itertools.takewhile(lambda other: any(other.glob("commit-*")), others)
+    for of_rank in itertools.chain([path / run_name(0)], with_commits):
         try:
             directories.append(RunDirectory(of_rank))
         except ConfigError as error:
@@ -84,7 +85,7 @@ def _read_commits(path: Path, held: ExitStack) -> list[StoredCommit]:
         held.callback(directories[-1].close)
     with named(path):
         by_rank = [directory.numbers() for directory in directories]
-    of_all = set.intersection(*map(set, by_rank or [[]]))
+    of_all = set.intersection(*map(set, by_rank))
     if not of_all:
         raise CheckpointError(f"{path}: the ranks have no commit in common; by rank they have {by_rank}")
     commits = [directory.read(max(of_all)) for directory in directories]
