@@ -66,6 +66,8 @@ def test_what_this_process_holds_is_free_for_the_next_one(tmp_path: Path) -> Non
     assert host_bytes_before(root=root) == 7 * GIB + 3 * GIB // 2
     (root / "proc/meminfo").write_text(f"MemAvailable: {6 * GIB // 1024} kB\n")
     assert host_bytes_before(root=root) == 6 * GIB + 3 * GIB // 2
+    (root / "proc/self/status").write_text("VmSize:\t 950000 kB\nVmRSS:\t 900000 kB\n")  # gVisor has no more
+    assert host_bytes_before(root=root) == 6 * GIB
 
 
 def test_a_group_that_holds_processes_up_is_a_limit(tmp_path: Path) -> None:
