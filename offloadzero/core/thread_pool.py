@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -32,13 +31,15 @@ class CallerRunsThreadPool(ThreadPoolExecutor):
 class _Call:
     def __init__(self, work: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
-        self._work = work
-        self._is_taken = threading.Lock()
+        # Until it is taken: a call that stays in the queue holds nothing of what it worked on.
+        self._work = [work]
 
     def __call__(self) -> None:
-        if not self._is_taken.acquire(blocking=False):
+        try:
+            work = self._work.pop()
+        except IndexError:
             return
         try:
-            self.future.set_result(self._work())
+            self.future.set_result(work())
         except BaseException as error:
             self.future.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def test_past_the_limit_of_threads_each_call_runs_once(
         assert [future.result() for future in futures[1:]] == [1] + [0] * 198
     assert ran == Counter(range(200))
     assert num_started > num_threads
+
+
+def test_a_piece_that_was_hashed_does_not_stay_in_memory_until_the_pool_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with CallerRunsThreadPool(1) as pool:
+        piece = {1}
+        reference = weakref.ref(piece)
+        assert pool.submit(len, piece).result() == 1
+        del piece
+        assert reference() is None
 
 
 def test_a_script_may_end_while_aiofiles_writes(tmp_path: Path) -> None:
