@@ -371,8 +371,9 @@ class Runtime:
             self._close()
         self.resources.forget_owner()
         self.failures.raise_unseen()
-        for call in self.on_close:
-            call()
+        if not self.failures.is_foreign:
+            for call in self.on_close:
+                call()
 
     def _close(self) -> None:
         lost = self._lost_to_another()

@@ -117,6 +117,27 @@ def test_an_error_that_no_call_has_raised_is_the_scripts_exit_status(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]  # the swap files are gone
 
 
+def test_a_forked_child_that_ends_meanwhile_has_no_part_in_it(tmp_path: Path) -> None:
+    script = """
+        import os, sys, threading
+        from tests.durable.runs import KINDS, make, train_step
+        from tests.support.faults import observes
+        engine = make(KINDS["nvme"], sys.argv[1], durable=False)
+        train_step(engine, KINDS["nvme"], 0)
+        has_ended = threading.Event()
+        with observes("checkpoint.commit", before=lambda _: has_ended.wait(60)):
+            engine.save_checkpoint(sys.argv[1] + "/saved", wait=False)
+            if (child := os.fork()) == 0:
+                engine.close()
+                sys.exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            has_ended.set()
+            engine.finish_saving()
+    """
+    done = run_script(script, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
 def test_trials_go_on_behind_it(engine_of: Callable[..., Any], tmp_path: Path) -> None:
     engine = training(engine_of, tmp_path / "a", "versions")
     train(engine, 1)
