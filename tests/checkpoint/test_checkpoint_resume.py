@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
+import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,29 +32,90 @@ from tests.support.tiny import run_script
 # --- the digest ---
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 6, 7, 8, 13, 14, 50])
-@pytest.mark.parametrize("written", [1, 3, 7, 20, 50])
+PIECE = 8192
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 511, 4096, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 100_001])
+@pytest.mark.parametrize("written", [1_000, PIECE, 4097, 100_001])
 def test_the_digest_is_that_of_the_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, written: int
 ) -> None:
     """However the file is written, and however it is cut into reads."""
-    monkeypatch.setattr(manifest, "PIECE_BYTES", 7)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", PIECE)
     data = os.urandom(num_bytes)
-    pieces = [data[start : start + 7] for start in range(0, num_bytes, 7)]
+    pieces = [data[start : start + PIECE] for start in range(0, num_bytes, PIECE)]
     expected = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
     with HashingPool() as pool:
         file = HashedFile(tmp_path / "x", pool)
         for start in range(0, num_bytes, written):
-            file.write(data[start : start + written])
+            given = bytearray(data[start : start + written])
+            file.write(given)
+            given[:] = bytes(len(given))  # the caller's memory is its own again
         entry = file.close()
         assert entry == FileEntry(num_bytes, expected)
+        assert (tmp_path / "x").read_bytes() == data
         check_file(tmp_path / "x", entry, pool)
-        for bit in range(8 * num_bytes):  # every single one
+        for at in {0, num_bytes // 2, num_bytes - 1} & set(range(num_bytes)):
             flipped = bytearray(data)
-            flipped[bit // 8] ^= 1 << bit % 8
+            flipped[at] ^= 1 << at % 8
             (tmp_path / "x").write_bytes(flipped)
             with pytest.raises(CheckpointError, match="is damaged"):
                 check_file(tmp_path / "x", entry, pool)
+
+
+@pytest.mark.parametrize("refused", ["open", "pwritev", None])
+def test_a_filesystem_without_direct_writes_gets_the_same_file(
+    refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some refuse when the file is opened, some when it is written, in pieces of any size; others write less."""
+    monkeypatch.setattr(manifest, "PIECE_BYTES", PIECE)
+    data, calls = os.urandom(5 * PIECE + 77), {name: getattr(os, name) for name in ("open", "pwritev")}
+    was_direct = []
+
+    def opened(path: Path, flags: int, mode: int) -> int:
+        if refused == "open" and flags & os.O_DIRECT:
+            calls["open"](path, flags, mode)  # Linux makes the file and refuses it then
+            raise OSError(errno.EINVAL, "no direct I/O")
+        descriptor: int = calls["open"](path, flags, mode)
+        return descriptor
+
+    def written(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        was_direct.append(is_direct)
+        if refused == "pwritev" and is_direct:
+            raise OSError(errno.EINVAL, "not aligned")
+        num_bytes: int = calls["pwritev"](descriptor, [buffers[0][:4096]], offset)
+        return num_bytes
+
+    with HashingPool() as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opened)
+            file = HashedFile(tmp_path / "x", pool)
+        monkeypatch.setattr(os, "pwritev", written)
+        file.write(data)
+        entry = file.close()
+        assert (tmp_path / "x").read_bytes() == data
+        check_file(tmp_path / "x", entry, pool)
+    assert any(was_direct) == (refused != "open")
+    assert all(was_direct) == (refused is None)
+
+
+def test_a_file_takes_the_memory_of_a_few_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a tensor, also where the drive is slow."""
+    monkeypatch.setattr(manifest, "PIECE_BYTES", PIECE)
+    made, pwritev, new_memory = [], os.pwritev, mmap.mmap
+    monkeypatch.setattr(manifest.mmap, "mmap", lambda *given: made.append(given) or new_memory(*given))
+
+    def slow(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        time.sleep(0.002)
+        return pwritev(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    with HashingPool() as pool:
+        file = HashedFile(tmp_path / "x", pool)
+        file.write(bytes(60 * PIECE))
+        file.close()
+        assert 1 < len(made) <= pool.num_threads + 2
 
 
 def test_no_read_of_the_check_is_longer_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +138,15 @@ def test_no_read_of_the_check_is_longer_than_a_piece(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_is_named() -> None:
+    """By a later call where the one that gave the bytes is over."""
     with HashingPool() as pool:
         file = HashedFile(Path("/dev/full"), pool, is_there=True)
-        # More than Python's buffer holds, which is 128 KiB from 3.14 on: what it holds fails when the file is closed.
-        with pytest.raises(AioError, match=r"write /dev/full\+0x0, 999999 bytes: No space left on device"):
-            file.write(bytes(999999))
+        with pytest.raises(AioError, match=r"write /dev/full\+0x0, 4194304 bytes: No space left on device"):
+            file.write(bytes(99 << 20))
         file.abandon()
         small = HashedFile(Path("/dev/full"), pool, is_there=True)
         small.write(bytes(9))
-        with pytest.raises(AioError, match=r"fsync /dev/full\+0x9, 0 bytes: No space left on device"):
+        with pytest.raises(AioError, match=r"write /dev/full\+0x0, 9 bytes: No space left on device"):
             small.close()
         small.abandon()
 
