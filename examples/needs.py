@@ -18,6 +18,7 @@ from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
 from offloadzero.observe.texts import format_bytes
 from offloadzero.planning.engine_plan import DTYPES, plan_records
+from offloadzero.planning.hardware import drive_bytes
 from offloadzero.planning.machine import available_host_bytes, host_bytes_before
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
@@ -92,6 +93,9 @@ def find_needs(size: LlamaSize, config: OffloadConfig, *, batch_size: int, seq_l
     available = {TierName.HOST: available_host_bytes()}
     if free_bytes is not None:
         available[TierName.DEVICE] = free_bytes
+    on_drives = drive_bytes(config.nvme_paths)
+    if on_drives is not None:  # second places of states are taken where there is room
+        available[TierName.NVME] = on_drives
     plan = plan_records(
         cut.records,
         config,

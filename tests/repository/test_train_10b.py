@@ -180,6 +180,18 @@ def test_what_is_said_beforehand_is_what_the_engine_takes(
     assert found.checkpoint_bytes == pytest.approx(on_disk, rel=0.01)
 
 
+def test_second_places_are_taken_where_the_drive_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With clipping they let updates begin in backward. A drive without room for them was refused."""
+    text = json.loads(Path("config.json").read_text()) | {"gradient_clipping": 1.0}
+    Path("config.json").write_text(json.dumps(text))
+    config = settle_for_initialize(load_config("config.json"))
+    roomy = needs_of("2M", config)
+    monkeypatch.setattr(needs, "drive_bytes", lambda _: roomy.swap_bytes - 1)
+    tight = needs_of("2M", config)
+    assert tight.swap_bytes < roomy.swap_bytes
+    assert ("second places" in tight.plan.table(), "second places" in roomy.plan.table()) == (False, True)
+
+
 def test_a_disk_without_room_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
