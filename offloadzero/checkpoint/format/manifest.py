@@ -174,9 +174,8 @@ class HashedFile:
                 except OSError as error:
                     if error.errno != EINVAL or not self._is_direct or is_refused:
                         raise
-                    is_refused = (
-                        True  # the drive asks for more than our multiples, or the disk was full midway
-                    )
+                    # The drive asks for larger multiples than ours, or it was full midway.
+                    is_refused = True
                     flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                     fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return digest
