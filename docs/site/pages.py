@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/*.md", "benchmarks/*/*.md")
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]+)")
 OUTPUT = re.compile(r'(<div class="language-text highlight)(">.*?<code>)(.*?)(?=</code>)', re.DOTALL)
+OPTION = re.compile(r"(?<=[>\s])--[a-z][\w-]{1,20}(?![\w-]|[^<>]*>)")
 COLUMNS = re.compile(r"\S  +\S")
 WIDE_CHARS = 80
 SENTENCES = re.compile(
-    r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:what|key|to change)</th>\s*<th>[^<]*</th>\s*<th>)"
+    r"<table>(?=\s*<thead>\s*<tr>\s*<th>(what|key|to change|you have)</th>\s*<th>[^<]*</th>\s*<th>)"
 )
 
 
@@ -55,8 +56,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark, for style.css, the output whose lines may wrap, and the tables of sentences in three columns."""
-    return OUTPUT.sub(_marked, SENTENCES.sub("<table data-sentences>", html))
+    """Mark for style.css: output whose lines may wrap, options of commands, tables of sentences in three columns."""
+    html = OUTPUT.sub(_marked, SENTENCES.sub(r'<table data-sentences="\1">', html))
+    return OPTION.sub(r'<span class="option">\g<0></span>', html)
 
 
 def _marked(found: re.Match[str]) -> str:
