@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -150,6 +151,14 @@ class EngineCheckpoints:
             raise
         if pinned is not None:
             self.background.begin(lambda: [end() for end in ends], pinned)
+        # Behind it: that all ranks save is known.
+        digest = zlib.crc32(repr(meta.client_state).encode())
+        if self._runtime.group.control.by_rank_unless_same([digest], "client_state") is not None:
+            warnings.warn(
+                "save_checkpoint: client_state differs between the ranks, and rank 0's is saved. What each rank needs, "
+                "such as its random state, collect in it by torch.distributed.all_gather_object()",
+                stacklevel=3,
+            )
 
     def _saving(self, call: str) -> AbstractContextManager[None]:
         """A block that fails on all ranks where it fails on one. Those of a part know that of each other."""

@@ -323,7 +323,8 @@ def _of_cores(facts: Facts) -> Iterator[Finding]:
     if facts.load > facts.usable_cores:
         yield Finding(
             f"{facts.load:.1f} processes have wanted {facts.usable_cores} cores in the last minute",
-            "steps and measurements take longer than on an idle machine",
+            "steps and measurements take longer than on an idle machine; where the CPU is the device, many times "
+            "longer, while threads wait for each other: start it with OMP_WAIT_POLICY=passive or OMP_NUM_THREADS=1",
             None,
             Severity.NOTE,
         )

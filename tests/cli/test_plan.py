@@ -39,11 +39,11 @@ def test_what_it_says(plan_text: PlanText) -> None:
         "nvme read ",
         "What would make it faster: ",
         "1,000,000 tokens: 31,250 steps, ",
-        "the drives are worn out after ",
+        "they are worn out after ",
     ):
         assert part in text, part
     days = re.search(
-        r"the drives are worn out after ([0-9.]+) days", plan_text("--tokens", "1m", "--drive-tbw", "1GB")
+        r"they are worn out after ([0-9.]+) days", plan_text("--tokens", "1m", "--drive-tbw", "1GB")
     )
     assert days is not None
     assert float(days[1]) < 300  # it said 0.0 years
@@ -96,14 +96,39 @@ def test_memory_of_the_device_that_is_left_is_named_where_it_makes_the_step_fast
         assert main([*command, *given, "--micro-batch", str(micro_batch)]) == 0
         return capsys.readouterr().out
 
-    advice = (
-        r'offloadzero\.budgets\.device = "(\d+GiB)" makes it (\S+ s): auto leaves that memory of the device'
-    )
-    found = re.search(advice, said())
+    advice = r'^offloadzero\.budgets\.device = "(\d+GiB)" makes it (\S+ s): auto leaves that memory to others'
+    found = re.search(advice, said(), re.MULTILINE)
     assert found is not None
     then = said(budgets={"device": found[1]})
     assert f"A step takes {found[2]} (forecast;" in then
-    assert "makes it" not in then
+    assert "budgets.device" not in then
+
+
+def test_changes_that_make_the_step_faster_come_with_their_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word on it the plan of eight cards was one of stage 0, sixteen times as slow; the fastest is first."""
+    own = {"placement": "auto", "nvme_path": str(tmp_path), "activation_checkpoints": {}}
+    given = settings(tmp_path, zero_optimization=None, gradient_clipping=1.0, **own)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    command = [
+        "plan",
+        "--model",
+        "llama:13b",
+        "--config",
+        str(tmp_path / "config.json"),
+        "--hardware",
+        "8xh100",
+    ]
+    assert main([*command, "--sequence", "1024"]) == 0
+    found = re.findall(r"^(\S+) = (\S+) makes it ([\d.]+) s: ", capsys.readouterr().out, re.MULTILINE)
+    assert found[0][:2] == ("zero_optimization.stage", "3")
+    assert ("offloadzero.state_layout", '"compact"') in [one[:2] for one in found]
+    assert [float(seconds) for *_, seconds in found] == sorted(float(seconds) for *_, seconds in found)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"zero_optimization": {"stage": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([*command, "--sequence", "1024"]) == 0
+    assert f"A step takes {found[0][2]} s (forecast;" in capsys.readouterr().out
 
 
 def test_the_plan_is_printed_before_the_search(
@@ -153,7 +178,6 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan_json: 
 def test_auto_by_time_says_what_it_chose_and_what_was_slower(plan_text: PlanText) -> None:
     keys = {"placement": "auto", "budgets": {"device": "1MiB", "host": "4MiB"}, "gradient_clipping": 1.0}
     text = plan_text(**keys)
-    assert "auto goes by bytes: offloadzero.placement_tokens = 32 lets it go by the time of a step." in text
     assert "auto, by the simulated step" not in text
     text = plan_text(placement_tokens=4096, **keys)
     assert (
@@ -161,7 +185,6 @@ def test_auto_by_time_says_what_it_chose_and_what_was_slower(plan_text: PlanText
         in text
     )
     assert "\nslower: to the host " in text
-    assert "auto goes by bytes" not in text
     assert "by the simulated step" in plan_text("--no-time", placement_tokens=4096, **keys), (
         "the rates of a file are known all the same"
     )
@@ -330,7 +353,7 @@ def test_a_machine_with_another_device_than_the_configuration_s_is_told_of(plan_
 def test_what_waits_on_a_drive_without_room_cannot_be_built(plan_text: PlanText) -> None:
     small = replace(MACHINE, memory=Memory(host=8 * GIB, nvme=MIB))
     text = plan_text("--no-time", machine=small, placement="auto", model="llama:256/2/2/9000")
-    assert re.search(r"1\.00 MiB are available, 2\d\.\d\d MiB too few: so it cannot be built\.", text)
+    assert re.search(r"1\.00 MiB are available, 2\d\.\d\d MiB too few: it cannot be built so\.", text)
 
 
 def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -> None:
@@ -363,7 +386,7 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -
         (["--config", "not there.json"], "the file cannot be read"),
         (
             ["--hardware", "rtx4090"],
-            "a file, or one of probe, 8xh100, h100, h200, rtx-4090 (did you mean 'rtx-4090'?)",
+            "a file, or one of probe, 8xh100, h100, h200, rtx-3090, rtx-4090 (did you mean 'rtx-4090'?)",
         ),
         (["--no-time", "--hardware-out", "x"], "left out with --no-time"),
         (["--no-time", "--tokens", "1b"], "--tokens = '1b': left out with --no-time"),

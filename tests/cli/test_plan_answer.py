@@ -330,7 +330,7 @@ def test_a_whole_model_that_takes_more_than_training_is_said(
         return
     assert found.verdict.fits
     text = f"before that: {format_bytes(whole)} with Python and torch, {format_bytes(has)} are available"
-    too_few = f", {format_bytes(whole - has)} too few: so it cannot be built" if has < whole else ""
+    too_few = f", {format_bytes(whole - has)} too few: it cannot be built so" if has < whole else ""
     assert said == [f"Built without zero.Init the whole model is in host memory {text}{too_few}."]
 
 

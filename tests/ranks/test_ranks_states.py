@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,11 @@ def state_of(engine: Any) -> dict[str, str]:
 def save(rank: int, directory: str) -> dict[str, Any]:
     engine = engine_of(config_of("nvme", 3, Path(directory), world_size=2), seed=rank)
     train(engine, rank, 2, num_steps=2)
-    engine.save_checkpoint(directory, tag="of two")
+    with pytest.warns(UserWarning, match="client_state differs between the ranks, and rank 0's is saved"):
+        engine.save_checkpoint(directory, tag="by rank", client_state={"rank": rank}, save_latest=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save_checkpoint(directory, tag="of two", client_state={"ranks": [0, 1]})
     engine.save_16bit_model(directory)
     loss = engine(micro_batch(9, rank, 2)).item()
     found = {"state": state_of(engine), "loss": loss, "steps": engine.global_steps}

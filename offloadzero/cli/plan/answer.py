@@ -63,7 +63,7 @@ from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path, near
 from offloadzero.planning.memory_plan import nvme_bytes_with_waiting, waits_on_nvme
 from offloadzero.planning.model.shapes import MAX_LAYERS, ModelSource
 from offloadzero.planning.model.trace import MicroBatchTrace, TraceError, trace_blocks
-from offloadzero.planning.step.forecast import Step, plan_step
+from offloadzero.planning.step.forecast import COMPACT, Step, plan_step
 from offloadzero.planning.update_rules import updates_in_backward
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
@@ -73,6 +73,7 @@ NOTHING: More = MappingProxyType({})
 GIB = 1 << 30
 # Shares of a device's memory: what a plan may take of it, and what is too little to name a change for it.
 MOST_OF_DEVICE, LITTLE_OF_DEVICE = 0.9, 0.1
+MOST_STAGE = 3
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,8 @@ class Planner:
     def smallest_change(self, source: Source) -> Change:
         """Return the first change with which a JSON that does not fit does: [Note: the smallest change]."""
         config = self._load(source)
-        can_be_compact = spec_in(config).codes is not None and config.precision.param_dtype == "bf16"
         has_activations = self.question.sequence is not None
-        steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
+        steps = list(_steps(config, has_activations=has_activations))
         with suppress(BudgetError):
             room, budget = self.answer(source).device_room, config.budgets.device
             if room is not None and (budget is None or room < budget):
@@ -257,24 +257,34 @@ class Planner:
             raise AssertionError("budgets that were raised are refused")
         return Change(least[1], self._lacking(with_keys(source, least[1])))
 
-    def with_more_of_the_device(self, source: Source, found: Answer) -> tuple[Change, Answer] | None:
-        """Return a budget with which "auto" takes memory of the device that its plan leaves, and the answer with it.
+    def other_answers(self, source: Source, found: Answer) -> Iterator[tuple[Change, Answer]]:
+        """Yield changes that might make the step of a plan that fits faster, and that fit, with the answers to them."""
+        if found.trace is None or not found.verdict.fits:
+            return
+        config = found.planned.config
+        budget = self._more_of_the_device(found)
+        changes: list[Keys] = [{"offloadzero.budgets.device": budget}] if budget else []
+        if config.placement.auto and config.placement_tokens is None and self.question.num_ranks == 1:
+            by_time: Keys = {"offloadzero.placement_tokens": found.trace.num_tokens}
+            changes += [by_time, *({**keys, **by_time} for keys in changes)]
+        if config.zero_stage < MOST_STAGE and self.question.num_ranks > 1:
+            changes.append({"zero_optimization.stage": MOST_STAGE})
+        if can_be_compact(config) and config.state_layout != COMPACT:
+            changes.append({"offloadzero.state_layout": COMPACT})
+        for keys in changes:
+            with suppress(BudgetError, ConfigError):
+                answer = self.answer(with_keys(source, keys), by_time=True)
+                if answer.verdict.fits:
+                    yield Change(keys), answer
 
-        None where homes do not go by budgets, where little is left, and where it does not fit.
-        """
+    def _more_of_the_device(self, found: Answer) -> str | None:
+        """Return a budget with which "auto" takes memory of the device that its plan leaves; None: it leaves little."""
         device, planned = found.memory.device, found.planned
-        is_known = found.trace is not None and found.verdict.fits
-        if device is None or not is_known or not planned.config.placement.auto:
+        if device is None or not planned.config.placement.auto:
             return None
         budget = (int(MOST_OF_DEVICE * device) - found.beside.device) // GIB
-        if budget * GIB < planned.plan.tier_bytes(TierName.DEVICE) + LITTLE_OF_DEVICE * device:
-            return None
-        change = Change({"offloadzero.budgets.device": f"{budget}GiB"})
-        try:
-            answer = self.answer(with_keys(source, change.keys), by_time=True)
-        except BudgetError:
-            return None
-        return (change, answer) if answer.verdict.fits else None
+        has_more = budget * GIB >= planned.plan.tier_bytes(TierName.DEVICE) + LITTLE_OF_DEVICE * device
+        return f"{budget}GiB" if has_more else None
 
     def _lacking(self, source: Source) -> More:
         """The bytes that a machine lacks. "auto" uses a share of all there is: with more it may want more."""
@@ -363,7 +373,7 @@ def _joined(steps: Iterable[Keys]) -> Keys:
     return {name: value for keys in steps for name, value in keys.items()}
 
 
-def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool) -> Iterator[Keys]:
+def _steps(config: OffloadConfig, *, has_activations: bool) -> Iterator[Keys]:
     if has_activations and config.activation_checkpoints is None:
         yield {"offloadzero.activation_checkpoints": {}}
     batch = config.batch
@@ -376,7 +386,7 @@ def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool
                 "gradient_accumulation_steps": of_rank // size,
             }
     yield from _auto(config)
-    if can_be_compact and config.state_layout != "compact":
+    if can_be_compact(config) and config.state_layout != COMPACT:
         yield {"offloadzero.state_layout": "compact"}
     if config.update.chunk_elements > SMALL_CHUNK:
         yield {"offloadzero.update.chunk_elements": SMALL_CHUNK}
@@ -416,6 +426,18 @@ def step_of(answer: Answer, *, num_local_ranks: int | None = None, cluster: Clus
     return on_cluster(step, num_local=num_local_ranks, node_ranks=planned.config.zero_plus_plus.node_ranks)
 
 
+def of_largest(question: Question, source: Source) -> str:
+    """Say why one block more than `largest_model` has does not fit."""
+    shape = question.model.shape
+    if shape is None:
+        raise AssertionError(question.model.text)
+    larger = replace(shape, num_layers=shape.num_layers + 1)
+    model = replace(question.model, text=str(larger), build=larger.build, shape=larger)
+    verdict = Planner(replace(question, model=model)).verdict(source)
+    short = ", ".join(f"{tier.value} {format_bytes(size)} short" for tier, size in verdict.short.items())
+    return f"One block more does not fit: {short or verdict.refusal.partition(chr(10))[0]}."
+
+
 def largest_model(question: Question, source: Source) -> ModelSource:
     """Find the model of the question's shape with the most blocks that fit. Raises ConfigError if one does not."""
     shape = question.model.shape
@@ -431,7 +453,8 @@ def largest_model(question: Question, source: Source) -> ModelSource:
         return Planner(replace(question, model=of(num_layers))).verdict(source).fits
 
     if not fits(1):
-        raise ConfigError("--largest", str(shape), "not even one block of this width fits: a smaller width")
+        allowed = "a smaller width, --micro-batch or --sequence: not even one block fits. Without --largest it says why"
+        raise ConfigError("--largest", str(shape), allowed)
     high = 2
     while high < MAX_LAYERS and fits(high):
         high *= 2
@@ -482,8 +505,13 @@ def without_clipping(answer: Answer) -> Iterator[str]:
 def _beside_has(num_bytes: int, has: int) -> str:
     """Return the end of a sentence: what there is, and what that is too few."""
     lacking = num_bytes - has
-    too_few = f", {format_bytes(lacking)} too few: so it cannot be built" if lacking > 0 else ""
+    too_few = f", {format_bytes(lacking)} too few: it cannot be built so" if lacking > 0 else ""
     return f"{format_bytes(has)} are available{too_few}."
+
+
+def can_be_compact(config: OffloadConfig) -> bool:
+    """Whether the optimizer's states have a compact layout."""
+    return spec_in(config).codes is not None and config.precision.param_dtype == "bf16"
 
 
 def spec_in(config: OffloadConfig) -> AnySpec:

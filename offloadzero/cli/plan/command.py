@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
     from offloadzero.cli.plan import measure
     from offloadzero.cli.plan import report as reports
+    from offloadzero.cli.plan.answer import largest_model, of_largest
     from offloadzero.planning.cluster import find_cluster
     from offloadzero.update.spec import DTYPES
 
@@ -115,8 +116,6 @@ def run(args: argparse.Namespace) -> int:
     config = load(source)
     question, hardware = ask(args, config, cluster)
     if args.largest:
-        from offloadzero.cli.plan.answer import largest_model
-
         question = replace(question, model=largest_model(question, source))
     if args.hardware == THIS_MACHINE and args.ranks == 1 and not args.no_time:
         hardware = measure.with_model(
@@ -140,7 +139,10 @@ def run(args: argparse.Namespace) -> int:
         show=None if args.json == "-" else print_lines,
     )
     result = {"format": FORMAT, "format_version": FORMAT_VERSION, **report.to_json()}
-    show_result(report.answer_lines(), args.json, result)
+    lines = report.answer_lines()
+    if args.largest:
+        lines += ["", of_largest(question, source)]
+    show_result(lines, args.json, result)
     if args.html:
         save_text(args.html, make_page(reports.PAGE, reports.plan_data(report)))
         if args.json != "-":

@@ -39,6 +39,13 @@ from offloadzero.planning.step.work import HOST_MEMORY, LINKS, NETWORK, NVME_MIX
 from offloadzero.planning.zero_formulas import STAGES, state_bytes
 
 WORTH = 0.9  # of the seconds of a step: a change that saves less is not named
+# Of the keys of a change that makes a step faster.
+WHAT_IT_IS = {
+    "offloadzero.budgets.device": "auto leaves that memory to others, and to what the plan does not count",
+    "offloadzero.placement_tokens": "auto goes by the time of a step in the place of bytes",
+    "offloadzero.state_layout": "states of half the bytes, with which the numbers are others",
+    "zero_optimization.stage": "each rank keeps a part of the states, and not all of them",
+}
 LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
 
 
@@ -76,7 +83,9 @@ class Report:
     step: Step | None = None
     forecast: Forecast | None = None  # None: not asked for
     run: Run | None = None
-    on_device: tuple[Change, Forecast] | None = None  # with more of the device, which is faster
+    changes: tuple[
+        tuple[Change, Forecast], ...
+    ] = ()  # of the configuration, which are faster, the fastest first
 
     @property
     def fits(self) -> bool:
@@ -160,13 +169,6 @@ class Report:
         yield from building_notes(answer)
         yield from answer.planned.plan.choice
         yield from idle_rules(answer.planned.records, answer.planned.config)
-        config, trace = answer.planned.config, answer.trace
-        is_by_bytes = config.placement.auto and config.placement_tokens is None
-        if is_by_bytes and trace is not None and self.num_ranks == 1:
-            yield (
-                f"auto goes by bytes: offloadzero.placement_tokens = {trace.num_tokens} lets it go by the time of a "
-                "step."
-            )
 
     def _stage_lines(self) -> Iterator[str]:
         yield f"One of {self.num_ranks:,} ranks, by stage of ZeRO:"
@@ -257,27 +259,29 @@ class Report:
         if found is None:
             return
         if found.waits_for is not None and self.step is not None:
-            yield f"What would make it faster: {': '.join(faster(found.waits_for, self.step))}."
+            what, remedies = faster(found.waits_for, self.step)
+            if found.waits_for != found.lane:
+                what = f"the step waits longest for {found.waits_for}"
+            yield f"What would make it faster: {what}: {remedies}."
             if found.waits_for_next is not None:
                 lane, share = found.waits_for_next
                 yield f"{share:.0%} of the simulated step waits for {lane}: {faster(lane, self.step)[1]}."
-            if self.on_device is not None:
-                change, then = self.on_device
-                yield (
-                    f"{change.text()} makes it {time_text(then.seconds or 0.0)}: auto leaves that memory of the device "
-                    "to others, and to what the plan does not count."
-                )
+            for change, then in self.changes:
+                why = "; ".join(WHAT_IT_IS[key] for key in change.keys)
+                yield f"{change.text()} makes it {time_text(then.seconds or 0.0)}: {why}."
             if self.hardware.device_is_cpu:
                 yield from faster_in_fp32(self.step, self.hardware.rates)
             if self.left_out():
                 yield f"Not in it: {'; '.join(self.left_out())}."
         if self.run is not None:
             days = "" if self.run.days is None else f" {self.run.days:,.1f} days,"
-            years = (
-                ""
-                if self.run.drive_years is None
-                else f"; the drives are worn out after {years_text(self.run.drive_years)} of such training"
-            )
+            years = ""
+            if self.run.drive_years is not None and self.run.days is not None:
+                share = self.run.days / (365.25 * self.run.drive_years)
+                years = (
+                    f", {share:.2g} times what they are made for: they are worn out after "
+                    f"{years_text(self.run.drive_years)} of such training"
+                )
             yield (
                 f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps,{days} "
                 f"{size_text(self.run.written_bytes)} written to the drives{years}"
@@ -428,12 +432,13 @@ def make_report(
     run = None
     if num_tokens is not None:
         run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
-    on_device = None
-    if (more := planner.with_more_of_the_device(source, answer)) is not None:
-        then = of_rank.forecast(step_of(more[1], num_local_ranks=question.num_local_ranks, cluster=cluster))
+    changes = []
+    for change, other in planner.other_answers(source, answer) if found.seconds else ():
+        then = of_rank.forecast(step_of(other, num_local_ranks=question.num_local_ranks, cluster=cluster))
         if (then.seconds or math.inf) < WORTH * (found.seconds or 0.0):
-            on_device = more[0], then
-    return replace(report, step=step, forecast=found, run=run, on_device=on_device)
+            changes.append((change, then))
+    changes.sort(key=lambda changed: changed[1].seconds or math.inf)
+    return replace(report, step=step, forecast=found, run=run, changes=tuple(changes))
 
 
 def by_stage(

@@ -420,7 +420,9 @@ def loss_of_ids(model: nn.Module, ids: Tensor) -> Tensor:
     names = inspect.signature(model.forward).parameters
     given: dict[str, Any] = {}
     if "labels" in names:
-        given = {"labels": ids, **({"use_cache": False} if "use_cache" in names else {})}
+        # PEFT's models hand on what they do not name.
+        has_cache = "use_cache" in names or hasattr(getattr(model, "config", None), "use_cache")
+        given = {"labels": ids, **({"use_cache": False} if has_cache else {})}
     output = model(ids, **given)
     found = getattr(output, "loss", None)
     found = getattr(output, "logits", output) if found is None else found
