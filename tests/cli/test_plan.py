@@ -121,14 +121,15 @@ def test_changes_that_make_the_step_faster_come_with_their_times(
         "8xh100",
     ]
     assert main([*command, "--sequence", "1024"]) == 0
-    found = re.findall(r"^(\S+) = (\S+) makes it ([\d.]+) s: ", capsys.readouterr().out, re.MULTILINE)
-    assert found[0][:2] == ("zero_optimization.stage", "3")
-    assert ("offloadzero.state_layout", '"compact"') in [one[:2] for one in found]
-    assert [float(seconds) for *_, seconds in found] == sorted(float(seconds) for *_, seconds in found)
+    found = re.findall(r"^(\S+) = (\S+) makes it ([\d.]+ m?s): ", capsys.readouterr().out, re.MULTILINE)
+    assert [one[:2] for one in found[:2]] == [
+        ("zero_optimization.stage", "3"),
+        ("offloadzero.state_layout", '"compact"'),
+    ]
     config = json.loads((tmp_path / "config.json").read_text()) | {"zero_optimization": {"stage": 3}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main([*command, "--sequence", "1024"]) == 0
-    assert f"A step takes {found[0][2]} s (forecast;" in capsys.readouterr().out
+    assert f"A step takes {found[0][2]} (forecast;" in capsys.readouterr().out
 
 
 def test_the_plan_is_printed_before_the_search(
