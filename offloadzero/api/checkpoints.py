@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,15 @@ from offloadzero.core import interrupts
 from offloadzero.engine.lifetime import EngineState
 from offloadzero.engine.runtime import Runtime
 from offloadzero.errors import CheckpointError, ConfigError, StateError
+
+
+def _digest(client_state: Mapping[str, Any]) -> int:
+    """Of what a checkpoint keeps of it, whatever the order of names. Only the first rank's must be kept."""
+    try:
+        text = json.dumps(encode_plain(client_state, "client_state"), sort_keys=True)
+    except (ConfigError, ValueError):  # an integer of more digits than Python converts
+        return 0
+    return zlib.crc32(text.encode())
 
 
 @dataclass(frozen=True)
@@ -152,8 +162,8 @@ class EngineCheckpoints:
         if pinned is not None:
             self.background.begin(lambda: [end() for end in ends], pinned)
         # Behind it: that all ranks save is known.
-        digest = zlib.crc32(repr(meta.client_state).encode())
-        if self._runtime.group.control.by_rank_unless_same([digest], "client_state") is not None:
+        own = [_digest(meta.client_state)]
+        if self._runtime.group.control.by_rank_unless_same(own, "client_state") is not None:
             warnings.warn(
                 "save_checkpoint: client_state differs between the ranks, and rank 0's is saved. What each rank needs, "
                 "such as its random state, collect in it by torch.distributed.all_gather_object()",

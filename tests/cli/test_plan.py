@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
+from offloadzero.cli.plan import answer
 from offloadzero.cli.plan.answer import Planner
 from offloadzero.cli.plan.command import FORMAT, read_count
 from offloadzero.errors import ConfigError
@@ -370,6 +371,13 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(plan_json: PlanJson) -
             model = str(replace(shape, num_layers=num_layers))
             plan_json(*more, machine=small, placement="host", model=model, status=status)
     assert 3 < found[0] < found[1]
+
+
+def test_the_largest_that_is_tried_is_called_so(plan_text: PlanText, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "MAX_LAYERS", 5)
+    text = plan_text("--largest", "--no-time")
+    assert "More than 5 blocks are not tried." in text
+    assert "does not fit" not in text
 
 
 @pytest.mark.parametrize(

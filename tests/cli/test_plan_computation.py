@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -485,3 +486,15 @@ def test_auto_goes_by_kept_rates_where_nothing_is_measured(
     assert by_bytes in said("--no-time")
     assert "auto, by the simulated step with 32 tokens" in said()
     assert "auto, by the simulated step with 32 tokens" in said("--no-time")
+
+
+def test_a_model_that_takes_no_use_cache_is_given_none() -> None:
+    """Its configuration may name it all the same, as BertConfig does."""
+
+    class Masked(nn.Module):
+        config = SimpleNamespace(use_cache=True)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (ids + labels).float().sum()
+
+    assert loss_of_ids(Masked(), torch.ones(1, 4, dtype=torch.long)) == 8

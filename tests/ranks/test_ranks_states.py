@@ -196,7 +196,8 @@ def save(rank: int, directory: str) -> dict[str, Any]:
         engine.save_checkpoint(directory, tag="by rank", client_state={"rank": rank}, save_latest=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.save_checkpoint(directory, tag="of two", client_state={"ranks": [0, 1]})
+        same = dict.fromkeys((["a", "b"], ["b", "a"])[rank], 0)  # a set of texts has an order per process
+        engine.save_checkpoint(directory, tag="of two", client_state={"ranks": [0, 1], "same": same})
     engine.save_16bit_model(directory)
     loss = engine(micro_batch(9, rank, 2)).item()
     found = {"state": state_of(engine), "loss": loss, "steps": engine.global_steps}

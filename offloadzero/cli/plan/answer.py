@@ -431,6 +431,8 @@ def of_largest(question: Question, source: Source) -> str:
     shape = question.model.shape
     if shape is None:
         raise AssertionError(question.model.text)
+    if shape.num_layers == MAX_LAYERS:
+        return f"More than {MAX_LAYERS:,} blocks are not tried."
     larger = replace(shape, num_layers=shape.num_layers + 1)
     model = replace(question.model, text=str(larger), build=larger.build, shape=larger)
     verdict = Planner(replace(question, model=model)).verdict(source)

@@ -421,7 +421,9 @@ def loss_of_ids(model: nn.Module, ids: Tensor) -> Tensor:
     given: dict[str, Any] = {}
     if "labels" in names:
         # PEFT's models hand on what they do not name.
-        has_cache = "use_cache" in names or hasattr(getattr(model, "config", None), "use_cache")
+        hands_on = any(name.kind is name.VAR_KEYWORD for name in names.values())
+        is_known = hands_on and hasattr(getattr(model, "config", None), "use_cache")
+        has_cache = "use_cache" in names or is_known
         given = {"labels": ids, **({"use_cache": False} if has_cache else {})}
     output = model(ids, **given)
     found = getattr(output, "loss", None)
