@@ -125,9 +125,14 @@ class CollectiveSaving:
         """
         model = self.model if model is None else model  # type: ignore[attr-defined]
         folder = Path(resume_from_checkpoint)
-        if not hasattr(model, "peft_config") or not (folder / _STATES).is_dir():
+        if not hasattr(model, "peft_config") or self._offloaded() is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
+        if not (folder / _STATES).is_dir():
+            raise CheckpointError(
+                f"{folder} has no folder {_STATES}: another Trainer has saved it, or not all of it is there. Resume "
+                "from the one before it, or begin anew with its adapters: PeftModel.from_pretrained(is_trainable=True)"
+            )
         frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         with safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as file:
             for name in sorted(frozen.keys() & set(file.keys())):

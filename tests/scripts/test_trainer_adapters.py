@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_a_checkpoint_that_a_kill_has_cut_says_which_folder_to_remove(tmp_path: 
     largest = max((tmp_path / "checkpoint-2" / "offloadzero").rglob("*.safetensors"), key=os.path.getsize)
     os.truncate(largest, os.path.getsize(largest) // 2)
     with pytest.raises(CheckpointError, match=rf"{largest.name}.*Remove .*checkpoint-2, and resume from"):
+        train(tmp_path, 4, resumes=True)
+
+
+def test_a_checkpoint_without_states_is_refused_before_adapters_are_replaced(tmp_path: Path) -> None:
+    """It was an error of the first step, and said that adapters had been replaced."""
+    train(tmp_path, 2)
+    shutil.rmtree(tmp_path / "checkpoint-2" / "offloadzero")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-2 has no folder offloadzero: another Trainer has saved"
+    ):
         train(tmp_path, 4, resumes=True)
 
 

@@ -77,6 +77,8 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/executor.py _meet_others: as if self._decided.done()": "what comes too early is a forward behind a "
     "step that is refused: how far a script gets before it is told",
     "streaming/executor.py _meet_others: no self._decided.wait()": "as the line before it",
+    "access/home_access.py read_step: no self._changes.update_ticket(record.index).wait()": "what is read too early is "
+    "a count of updates: a Python number",
     "access/home_access.py write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) "
     "for kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
 }

@@ -485,7 +485,13 @@ def building_notes(answer: Answer) -> Iterator[str]:
         yield (
             "Built under zero.Init its parameters wait on the drives until they are home, beside what is home already: "
             f"{format_bytes(waiting)} of nvme at the most, {_beside_has(waiting, memory.nvme or 0)}"
+            + (" Without zero.Init it can." if (memory.nvme or 0) < waiting and whole <= memory.host else "")
         )
+        if answer.planned.num_parameters > answer.planned.num_trainable and not answer.planned.in_place_bytes:
+            yield (
+                'Frozen weights from a folder of safetensors on that drive need not wait: with "frozen_weights": '
+                '"in_place" they are read from there, and nvme has neither a copy nor this room for building.'
+            )
     if whole > answer.needed[TierName.HOST]:
         yield (
             "Built without zero.Init the whole model is in host memory before that: "
