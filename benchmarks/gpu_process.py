@@ -49,7 +49,9 @@ def run_process(
         finally:
             _end_group(process)
             _running.discard(process)
-            reader.join(1.0)  # what was printed before an end by SIGTERM, too; another holder of the pipe may live on
+            reader.join(
+                1.0
+            )  # what was printed before an end by SIGTERM, too; another holder of the pipe may live on
     if status is None:
         return "timed out"
     return "ok" if status == 0 else f"exit status {status}" if status > 0 else f"killed by signal {-status}"
