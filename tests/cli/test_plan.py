@@ -121,11 +121,16 @@ def test_changes_that_make_the_step_faster_come_with_their_times(
         "--hardware",
         "8xh100",
     ]
-    assert main([*command, "--sequence", "1024"]) == 0
+    assert main([*command, "--sequence", "1024", "--json", str(tmp_path / "plan.json")]) == 0
     found = re.findall(r"^(\S+) = (\S+) makes it ([\d.]+ m?s): ", capsys.readouterr().out, re.MULTILINE)
     assert [one[:2] for one in found[:2]] == [
         ("zero_optimization.stage", "3"),
         ("offloadzero.state_layout", '"compact"'),
+    ]
+    faster = json.loads((tmp_path / "plan.json").read_text())["faster"]
+    assert [one["keys"] for one in faster[:2]] == [
+        {"zero_optimization.stage": 3},
+        {"offloadzero.state_layout": "compact"},
     ]
     config = json.loads((tmp_path / "config.json").read_text()) | {"zero_optimization": {"stage": 3}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -83,9 +83,8 @@ class Report:
     step: Step | None = None
     forecast: Forecast | None = None  # None: not asked for
     run: Run | None = None
-    changes: tuple[
-        tuple[Change, Forecast], ...
-    ] = ()  # of the configuration, which are faster, the fastest first
+    # Of the configuration, with which a step is faster, the fastest first.
+    changes: tuple[tuple[Change, Forecast], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -338,6 +337,7 @@ class Report:
             "traffic": self.step
             and {phase: dict(lanes) for phase, lanes in self.step.traffic.by_phase.items()},
             "run": self.run and asdict(self.run),
+            "faster": [{"keys": dict(change.keys), "seconds": then.seconds} for change, then in self.changes],
             "hardware": self.hardware.to_json(),
         }
 
