@@ -248,6 +248,7 @@ def test_the_lanes_move_the_bytes_of_the_traffic(placement: str, clipping: float
     st.lists(st.sampled_from([0.001, 0.1, 1.0, 10.0]), min_size=7, max_size=7),
 )
 @example("partly", 1.0, 4, True, [1.0, 0.001, 0.1, 0.001, 0.001, 0.1, 0.001])
+@example("nvme", 1.0, 1, False, [0.1, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001])
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_no_faster_than_the_bound_and_no_slower_than_without_overlap(
     placement: str, clipping: float, num_micro: int, on_cpu: bool, factors: list[float]
