@@ -154,7 +154,7 @@ def _steady_trying(
 
 
 def _longest_lane_s(outcome: Outcome, first: int) -> float:
-    """The most time that a lane takes for a step's tasks: for a while steps are shorter, and leave work to later ones."""
+    """The most time that a lane takes for a step's tasks: steps may be shorter for a while, and pile up work."""
     lanes_s: dict[str, float] = {}
     for number, queue in list(enumerate(outcome.tasks.queues))[first:]:
         if queue is not None:
